@@ -1,0 +1,497 @@
+//! All pools and plans at one revision, and what becomes of them by one change.
+
+use std::sync::Arc;
+
+use imbl::{HashMap, OrdMap};
+
+use super::{
+    catalog,
+    ids::{ApiKeyId, ConnectionId, InvalidField, PoolId, PoolRevision},
+    plan::{Dimension, DimensionKey, Plan, PlanSpec},
+    pool::{Allocation, AllocationSpec, Pool, PoolSpec},
+    units::Timestamp,
+};
+
+/// Most pools of one directory.
+pub const POOLS_MAX: usize = 100_000;
+/// Most allocations of all pools together.
+pub const ALLOCATIONS_MAX: usize = 1_000_000;
+
+/// Where the plan in force comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PlanSource {
+    /// Stored for the connection.
+    Manual,
+    /// The built-in catalogue, by provider.
+    Catalog,
+    /// Neither: nothing is enforced.
+    NoPlan,
+}
+
+/// The plan that applies to a connection, wherever it comes from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlanInForce {
+    /// Where it comes from.
+    pub source: PlanSource,
+    /// The connection it is stored for; `None` for an entry of the catalogue.
+    pub connection: Option<ConnectionId>,
+    /// The provider it speaks of; may be empty.
+    pub provider: String,
+    /// The limits; empty without a plan.
+    pub dimensions: Vec<Dimension>,
+    /// Of the stored plan; 0 for any other.
+    pub revision: u64,
+}
+
+/// A stored plan and its place in history.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlanEntry {
+    /// The plan.
+    pub plan: Plan,
+    /// The revision of its last write.
+    pub revision: u64,
+}
+
+/// When a pool came to be and when it last changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolHistory {
+    /// Names this life of the pool.
+    pub created_revision: PoolRevision,
+    /// The revision of its last write.
+    pub revision: u64,
+    /// When it was created.
+    pub created_at: Timestamp,
+    /// When it was last written.
+    pub updated_at: Timestamp,
+}
+
+/// A pool, its place in history and the plan that applies to it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PoolEntry {
+    /// The pool.
+    pub pool: Pool,
+    /// Its place in history.
+    pub history: PoolHistory,
+    /// That of its primary connection.
+    pub plan: PlanInForce,
+}
+
+impl PoolEntry {
+    /// The dimensions of the pool's plan, in its order.
+    pub fn dimensions(&self) -> &[Dimension] {
+        &self.plan.dimensions
+    }
+
+    /// The names of the dimensions of the pool's plan.
+    pub fn dimension_keys(&self) -> Vec<DimensionKey> {
+        self.plan.dimensions.iter().map(|dimension| dimension.key).collect()
+    }
+
+    /// Things about this pool that are allowed and probably not meant.
+    pub fn warnings(&self) -> Vec<String> {
+        self.pool.warnings(&self.dimension_keys())
+    }
+}
+
+/// All pools and plans at one revision. A clone shares everything that does not change.
+#[derive(Clone, Debug, Default)]
+pub struct Directory {
+    revision: u64,
+    pools: OrdMap<PoolId, Arc<PoolEntry>>,
+    by_connection: HashMap<ConnectionId, Arc<PoolEntry>>,
+    plans: OrdMap<ConnectionId, Arc<PlanEntry>>,
+    allocations: usize,
+}
+
+/// One write of an administrator. A `revision` of 0 is not checked.
+#[derive(Clone, Debug)]
+pub enum Change {
+    /// A new pool; its id has been chosen.
+    CreatePool(PoolSpec),
+    /// Replaces all of a pool but its id and history.
+    UpdatePool {
+        /// The new content.
+        spec: PoolSpec,
+        /// Of the pool.
+        revision: u64,
+    },
+    /// Removes a pool; one that is not there is no error.
+    DeletePool {
+        /// Which.
+        pool: PoolId,
+        /// Of the pool.
+        revision: u64,
+    },
+    /// Adds or replaces the allocation of one key.
+    PutAllocation {
+        /// Where.
+        pool: PoolId,
+        /// The new content.
+        allocation: AllocationSpec,
+        /// Of the pool.
+        revision: u64,
+    },
+    /// Removes a key from a pool; one that is not there is no error.
+    DeleteAllocation {
+        /// Where.
+        pool: PoolId,
+        /// Whose.
+        api_key: ApiKeyId,
+        /// Of the pool.
+        revision: u64,
+    },
+    /// Stores a plan for a connection.
+    PutPlan {
+        /// The plan.
+        spec: PlanSpec,
+        /// Of the stored plan.
+        revision: u64,
+    },
+    /// Forgets the stored plan of a connection; one that is not there is no error.
+    DeletePlan {
+        /// Whose.
+        connection: ConnectionId,
+        /// Of the stored plan.
+        revision: u64,
+    },
+}
+
+/// What a store has to write for a change.
+#[derive(Clone, Debug)]
+pub enum Write {
+    /// A pool's new document.
+    PutPool(Arc<PoolEntry>),
+    /// A pool that is gone.
+    DeletePool(PoolId, PoolRevision),
+    /// A plan's new document.
+    PutPlan(Arc<PlanEntry>),
+    /// A stored plan that is gone.
+    DeletePlan(ConnectionId),
+}
+
+/// The directory after a change, and the one document that differs.
+#[derive(Clone, Debug)]
+pub struct Applied {
+    /// At the revision after the one that was changed.
+    pub next: Directory,
+    /// What differs.
+    pub write: Write,
+}
+
+/// Why a change was refused. Nothing has changed.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum ChangeRefused {
+    /// There is no such pool.
+    #[error("there is no pool {0}")]
+    NoSuchPool(PoolId),
+    /// The pool id is taken.
+    #[error("pool {0} exists already: choose another pool_id, or leave it empty to have one chosen")]
+    PoolExists(PoolId),
+    /// The writer knew another revision than the stored one.
+    #[error("{what} is at revision {current}, not {given}: read it again and repeat the change")]
+    RevisionDiffers {
+        /// What was to be written.
+        what: String,
+        /// The revision that the writer knew.
+        given: u64,
+        /// The stored one; 0 if nothing is stored.
+        current: u64,
+    },
+    /// A connection is in at most one pool.
+    #[error("connection {connection} is in pool {pool} already: a connection is in at most one pool")]
+    ConnectionTaken {
+        /// The connection.
+        connection: ConnectionId,
+        /// Where it is.
+        pool: PoolId,
+    },
+    /// The content is not valid.
+    #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
+    Invalid(Vec<InvalidField>),
+    /// A bound of the whole directory.
+    #[error("there is no room: at most {max} {what}")]
+    Full {
+        /// Of what.
+        what: &'static str,
+        /// How many.
+        max: usize,
+    },
+}
+
+impl Directory {
+    /// The directory that a store kept.
+    ///
+    /// # Errors
+    /// Names the mistakes of a document that this version cannot take.
+    pub fn restore(
+        revision: u64,
+        plans: Vec<PlanEntry>,
+        pools: Vec<(Pool, PoolHistory)>,
+    ) -> Result<Directory, ChangeRefused> {
+        let mut directory = Directory { revision, ..Directory::default() };
+        for entry in plans {
+            directory.plans.insert(entry.plan.connection.clone(), Arc::new(entry));
+        }
+        for (pool, history) in pools {
+            directory.check_connections(&pool)?;
+            directory.insert(pool, history);
+        }
+        Ok(directory)
+    }
+
+    /// How many writes have been made.
+    pub fn revision(&self) -> u64 {
+        self.revision
+    }
+
+    /// The pool of this id.
+    pub fn pool(&self, id: &PoolId) -> Result<&Arc<PoolEntry>, ChangeRefused> {
+        self.pools.get(id).ok_or_else(|| ChangeRefused::NoSuchPool(id.clone()))
+    }
+
+    /// The pools after `id` (all without one), by id.
+    pub fn pools_after(&self, id: Option<&str>) -> impl Iterator<Item = &Arc<PoolEntry>> {
+        use std::ops::Bound::{Excluded, Unbounded};
+        let start = id.map_or(Unbounded, Excluded);
+        self.pools.range::<_, str>((start, Unbounded)).map(|(_, entry)| entry)
+    }
+
+    /// The pool that `connection` is in.
+    pub fn pool_of(&self, connection: &ConnectionId) -> Option<&Arc<PoolEntry>> {
+        self.by_connection.get(connection)
+    }
+
+    /// The pool that lists both, and the key's part in it.
+    pub fn find(
+        &self,
+        api_key: &ApiKeyId,
+        connection: &ConnectionId,
+    ) -> Option<(&Arc<PoolEntry>, &Allocation)> {
+        let entry = self.by_connection.get(connection)?;
+        entry.pool.allocation(api_key.as_str()).map(|allocation| (entry, allocation))
+    }
+
+    /// The stored plans after `connection` (all without one), by connection.
+    pub fn plans_after(&self, connection: Option<&str>) -> impl Iterator<Item = &Arc<PlanEntry>> {
+        use std::ops::Bound::{Excluded, Unbounded};
+        let start = connection.map_or(Unbounded, Excluded);
+        self.plans.range::<_, str>((start, Unbounded)).map(|(_, entry)| entry)
+    }
+
+    /// The plan that applies to `connection`: of a pool's member, the pool's plan. `provider` counts only for a connection
+    /// that is in no pool.
+    pub fn plan_in_force(&self, connection: &ConnectionId, provider: &str) -> PlanInForce {
+        match self.by_connection.get(connection) {
+            Some(entry) => entry.plan.clone(),
+            None => self.resolve_plan(connection, provider),
+        }
+    }
+
+    /// The next directory after `change`, made at `at`; `None` if there was nothing to do.
+    pub fn apply(&self, change: Change, at: Timestamp) -> Result<Option<Applied>, ChangeRefused> {
+        let mut next = Directory { revision: self.revision + 1, ..self.clone() };
+        let write = match change {
+            Change::CreatePool(spec) => Some(next.create_pool(&spec, at)?),
+            Change::UpdatePool { spec, revision } => Some(next.update_pool(&spec, revision, at)?),
+            Change::DeletePool { pool, revision } => next.delete_pool(&pool, revision)?,
+            Change::PutAllocation { pool, allocation, revision } => {
+                Some(next.put_allocation(&pool, allocation, revision, at)?)
+            }
+            Change::DeleteAllocation { pool, api_key, revision } => {
+                next.delete_allocation(&pool, &api_key, revision, at)?
+            }
+            Change::PutPlan { spec, revision } => Some(next.put_plan(&spec, revision)?),
+            Change::DeletePlan { connection, revision } => next.delete_plan(&connection, revision)?,
+        };
+        Ok(write.map(|write| Applied { next, write }))
+    }
+
+    fn create_pool(&mut self, spec: &PoolSpec, at: Timestamp) -> Result<Write, ChangeRefused> {
+        let pool = Pool::check("pool", spec).map_err(ChangeRefused::Invalid)?;
+        if self.pools.contains_key(&pool.id) {
+            return Err(ChangeRefused::PoolExists(pool.id));
+        }
+        if self.pools.len() >= POOLS_MAX {
+            return Err(ChangeRefused::Full { what: "pools", max: POOLS_MAX });
+        }
+        let created_revision = PoolRevision(self.revision);
+        let history =
+            PoolHistory { created_revision, revision: self.revision, created_at: at, updated_at: at };
+        self.replace(pool, history)
+    }
+
+    fn update_pool(&mut self, spec: &PoolSpec, revision: u64, at: Timestamp) -> Result<Write, ChangeRefused> {
+        let pool = Pool::check("pool", spec).map_err(ChangeRefused::Invalid)?;
+        let history = self.pool(&pool.id)?.history;
+        check_revision(format_args!("pool {}", pool.id), revision, history.revision)?;
+        self.replace(pool, PoolHistory { revision: self.revision, updated_at: at, ..history })
+    }
+
+    fn delete_pool(&mut self, id: &PoolId, revision: u64) -> Result<Option<Write>, ChangeRefused> {
+        let Some(entry) = self.pools.get(id).cloned() else { return Ok(None) };
+        check_revision(format_args!("pool {id}"), revision, entry.history.revision)?;
+        self.remove(&entry);
+        Ok(Some(Write::DeletePool(id.clone(), entry.history.created_revision)))
+    }
+
+    fn put_allocation(
+        &mut self,
+        id: &PoolId,
+        allocation: AllocationSpec,
+        revision: u64,
+        at: Timestamp,
+    ) -> Result<Write, ChangeRefused> {
+        // Checked by itself first, so that its mistakes are named by their place in this request.
+        Allocation::check("allocation", &allocation).map_err(ChangeRefused::Invalid)?;
+        let mut spec = self.pool(id)?.pool.to_spec();
+        match spec.allocations.iter_mut().find(|other| other.api_key_id == allocation.api_key_id) {
+            Some(other) => *other = allocation,
+            None => spec.allocations.push(allocation),
+        }
+        self.update_pool(&spec, revision, at).map_err(|refused| match refused {
+            // What is left to be wrong is the sum of the weights or the number of keys.
+            ChangeRefused::Invalid(faults) => ChangeRefused::Invalid(
+                faults
+                    .into_iter()
+                    .map(|fault| InvalidField { field: "allocation".to_owned(), ..fault })
+                    .collect(),
+            ),
+            other => other,
+        })
+    }
+
+    fn delete_allocation(
+        &mut self,
+        id: &PoolId,
+        api_key: &ApiKeyId,
+        revision: u64,
+        at: Timestamp,
+    ) -> Result<Option<Write>, ChangeRefused> {
+        let entry = self.pool(id)?;
+        if entry.pool.allocation(api_key.as_str()).is_none() {
+            return Ok(None);
+        }
+        let mut spec = entry.pool.to_spec();
+        spec.allocations.retain(|other| other.api_key_id != api_key.as_str());
+        self.update_pool(&spec, revision, at).map(Some)
+    }
+
+    fn put_plan(&mut self, spec: &PlanSpec, revision: u64) -> Result<Write, ChangeRefused> {
+        let plan = Plan::check("plan", spec).map_err(ChangeRefused::Invalid)?;
+        let connection = plan.connection.clone();
+        let stored = self.plans.get(&connection).map_or(0, |entry| entry.revision);
+        check_revision(format_args!("the plan of {connection}"), revision, stored)?;
+        let entry = Arc::new(PlanEntry { plan, revision: self.revision });
+        self.plans.insert(connection.clone(), Arc::clone(&entry));
+        self.replan(&connection);
+        Ok(Write::PutPlan(entry))
+    }
+
+    fn delete_plan(
+        &mut self,
+        connection: &ConnectionId,
+        revision: u64,
+    ) -> Result<Option<Write>, ChangeRefused> {
+        let Some(entry) = self.plans.get(connection) else { return Ok(None) };
+        check_revision(format_args!("the plan of {connection}"), revision, entry.revision)?;
+        self.plans.remove(connection);
+        self.replan(connection);
+        Ok(Some(Write::DeletePlan(connection.clone())))
+    }
+
+    /// Puts `pool` in the place of its former self, if it has one.
+    fn replace(&mut self, pool: Pool, history: PoolHistory) -> Result<Write, ChangeRefused> {
+        self.check_connections(&pool)?;
+        if let Some(former) = self.pools.get(&pool.id).cloned() {
+            self.remove(&former);
+        }
+        if self.allocations + pool.allocations.len() > ALLOCATIONS_MAX {
+            return Err(ChangeRefused::Full { what: "allocations in all pools", max: ALLOCATIONS_MAX });
+        }
+        Ok(Write::PutPool(self.insert(pool, history)))
+    }
+
+    fn check_connections(&self, pool: &Pool) -> Result<(), ChangeRefused> {
+        for connection in &pool.connections {
+            if let Some(other) = self.by_connection.get(connection)
+                && other.pool.id != pool.id
+            {
+                let (connection, pool) = (connection.clone(), other.pool.id.clone());
+                return Err(ChangeRefused::ConnectionTaken { connection, pool });
+            }
+        }
+        Ok(())
+    }
+
+    fn insert(&mut self, pool: Pool, history: PoolHistory) -> Arc<PoolEntry> {
+        let plan = self.resolve_plan(pool.primary(), &pool.provider);
+        let entry = Arc::new(PoolEntry { pool, history, plan });
+        self.allocations += entry.pool.allocations.len();
+        for connection in &entry.pool.connections {
+            self.by_connection.insert(connection.clone(), Arc::clone(&entry));
+        }
+        self.pools.insert(entry.pool.id.clone(), Arc::clone(&entry));
+        entry
+    }
+
+    fn remove(&mut self, entry: &PoolEntry) {
+        self.allocations -= entry.pool.allocations.len();
+        for connection in &entry.pool.connections {
+            self.by_connection.remove(connection);
+        }
+        self.pools.remove(&entry.pool.id);
+    }
+
+    /// The plan of `connection` has changed: so has that of the pool whose primary it is.
+    fn replan(&mut self, connection: &ConnectionId) {
+        if let Some(entry) = self.by_connection.get(connection).cloned()
+            && entry.pool.primary() == connection
+        {
+            self.remove(&entry);
+            self.insert(entry.pool.clone(), entry.history);
+        }
+    }
+
+    fn resolve_plan(&self, connection: &ConnectionId, provider: &str) -> PlanInForce {
+        if let Some(entry) = self.plans.get(connection) {
+            return PlanInForce::from(&**entry);
+        }
+        match catalog::dimensions_of(provider) {
+            Some(dimensions) => PlanInForce::of_catalog(provider, dimensions),
+            None => PlanInForce {
+                source: PlanSource::NoPlan,
+                connection: Some(connection.clone()),
+                provider: provider.to_owned(),
+                dimensions: Vec::new(),
+                revision: 0,
+            },
+        }
+    }
+}
+
+impl PlanInForce {
+    /// An entry of the catalogue.
+    pub fn of_catalog(provider: &str, dimensions: Vec<Dimension>) -> Self {
+        let provider = provider.to_owned();
+        Self { source: PlanSource::Catalog, connection: None, provider, dimensions, revision: 0 }
+    }
+}
+
+impl From<&PlanEntry> for PlanInForce {
+    fn from(entry: &PlanEntry) -> Self {
+        Self {
+            source: PlanSource::Manual,
+            connection: Some(entry.plan.connection.clone()),
+            provider: entry.plan.provider.clone(),
+            dimensions: entry.plan.dimensions.clone(),
+            revision: entry.revision,
+        }
+    }
+}
+
+fn check_revision(what: std::fmt::Arguments<'_>, given: u64, current: u64) -> Result<(), ChangeRefused> {
+    if given == 0 || given == current {
+        return Ok(());
+    }
+    Err(ChangeRefused::RevisionDiffers { what: what.to_string(), given, current })
+}

@@ -1,0 +1,747 @@
+//! One pool's counters, reservations and remembered ids: a pure state machine, and the specification that every
+//! driver of shared counters is held to.
+//!
+//! Every effect is a [`Change`]: a driver makes it durable, or takes it back with [`PoolLedger::revert`].
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use hashbrown::HashMap;
+use smallvec::SmallVec;
+
+use super::{
+    admission::{Counter, Counters, Reading, Release, Reserved},
+    charge::{Charge, CounterKey, PerCheck},
+    ids::{ApiKeyId, CallId, ConnectionId, Fingerprint, Model, PoolRevision, ReservationId},
+    memory::{Memories, RecordMemory, RequestMemory},
+    plan::DimensionKey,
+    pool::ModelCapKey,
+    retry_after::DEADLINES_FOLLOWED_MAX,
+    units::{Amount, Cost, Timestamp, Unit},
+};
+
+/// The longest life of a reservation.
+pub const RESERVE_MS_MAX: u64 = 3_600_000;
+/// The longest that an id is remembered past its call or its reservation's deadline.
+pub const ID_LIFE_MS_MAX: u64 = 86_400_000;
+/// A clock that steps back by more than this is believed; until then time stands still.
+pub const CLOCK_STEP_MS: u64 = 3_600_000;
+
+/// What a request in flight holds. Settling and releasing undo exactly this, whatever the pool is by then.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Hold {
+    /// Who holds it.
+    pub api_key: ApiKeyId,
+    /// Which connection was to serve the request.
+    pub connection: ConnectionId,
+    /// For which model, if one was named.
+    pub model: Option<Model>,
+    /// The caller's name for the attempt; may be empty.
+    pub request_id: String,
+    /// When it stops counting.
+    pub deadline: Timestamp,
+    /// What is held on each counter, in steps; above 0.
+    pub amounts: SmallVec<[(CounterKey, u64); 2]>,
+}
+
+impl Hold {
+    /// What is held in each unit.
+    pub fn cost(&self) -> Cost {
+        let of = |unit: Unit| {
+            let steps =
+                self.amounts.iter().filter(|(key, _)| key.dimension.unit == unit).map(|(_, steps)| *steps);
+            Amount::saturating(steps.max().unwrap_or(0))
+        };
+        Cost {
+            requests: of(Unit::Requests),
+            tokens: of(Unit::Tokens),
+            usd: of(Unit::Usd),
+            percent: of(Unit::Percent),
+        }
+    }
+
+    fn on(&self, counter: &CounterKey) -> u64 {
+        self.amounts.iter().find(|(key, _)| key == counter).map_or(0, |(_, steps)| *steps)
+    }
+}
+
+/// A wish to hold what a charge would use.
+#[derive(Clone, Debug)]
+pub struct HoldRequest {
+    /// Drawn at random by the caller: the reservation's name in its pool.
+    pub random: [u8; 12],
+    /// Which connection is to serve the request.
+    pub connection: ConnectionId,
+    /// For which model.
+    pub model: Option<Model>,
+    /// How long, in ms: 1 to [`RESERVE_MS_MAX`].
+    pub reserve_for_ms: u64,
+    /// The caller's name for the attempt; may be empty.
+    pub request_id: String,
+    /// What a repeated call must agree with.
+    pub fingerprint: Fingerprint,
+}
+
+/// What a decision read and what it held.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Enforced {
+    /// Before this request.
+    pub reading: Reading,
+    /// What was held, or found by its request id.
+    pub reserved: Option<Reserved>,
+}
+
+/// A cost to count, once.
+#[derive(Clone, Debug)]
+pub struct Consumption {
+    /// Whose.
+    pub api_key: ApiKeyId,
+    /// Which counters, and how much of each.
+    pub counts: PerCheck<(CounterKey, Amount)>,
+    /// The reservation that it settles.
+    pub reservation: Option<Settlement>,
+    /// The caller's name for the attempt.
+    pub idempotency: Option<CallId>,
+    /// What a repeated call must agree with.
+    pub fingerprint: Fingerprint,
+    /// How long ids are remembered, in ms.
+    pub id_life_ms: u64,
+}
+
+/// Which reservation a cost settles.
+#[derive(Clone, Copy, Debug)]
+pub struct Settlement {
+    /// What is remembered of it.
+    pub call: CallId,
+    /// Its name, if it is one of ours.
+    pub id: Option<ReservationId>,
+    /// It is open in the ledger of another pool, which gives it back afterwards.
+    pub held_elsewhere: bool,
+}
+
+/// How a cost was counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Recorded {
+    /// It was counted by an earlier call.
+    pub duplicate: bool,
+    /// Its reservation had expired or was unknown.
+    pub reservation_expired: bool,
+}
+
+/// A call that contradicts an earlier one. Nothing has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Contradiction {
+    /// The request id made a reservation for another key, model or estimate.
+    #[error("request_id was used before with another key, model or estimate")]
+    RequestId,
+    /// The idempotency key counted another cost.
+    #[error("idempotency_key was used before with another key, model or cost")]
+    IdempotencyKey,
+    /// The reservation was settled with another cost.
+    #[error("reservation_id was settled before with another model or cost")]
+    Settled,
+    /// The reservation is another key's.
+    #[error("reservation_id belongs to another key")]
+    ForeignKey,
+}
+
+/// What is known of a reservation id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReservationState {
+    /// It holds.
+    Open,
+    /// Its cost was counted.
+    Settled,
+    /// Neither: it never was, has expired or was released.
+    Unknown {
+        /// The ledger has seen the key, so that the reservation may well have been.
+        key_known: bool,
+    },
+}
+
+/// One effect on a ledger. Effects are made durable in their order, or reverted newest first.
+#[derive(Clone, Debug)]
+pub enum Change {
+    /// What is recorded in a bucket differs by `delta` steps.
+    Consumed {
+        /// Whose.
+        api_key: ApiKeyId,
+        /// On which counter.
+        counter: CounterKey,
+        /// In which bucket.
+        bucket: u64,
+        /// By how much.
+        delta: i64,
+    },
+    /// A reservation was made.
+    Held([u8; 12], Arc<Hold>),
+    /// A reservation was settled, released or has expired.
+    Freed([u8; 12], Arc<Hold>),
+    /// A counted call is remembered.
+    Record(CallId, RecordMemory),
+    /// A request id is remembered.
+    Request(CallId, RequestMemory),
+}
+
+/// What usage shows: for each asked dimension, recorded and held, in steps.
+#[derive(Clone, Debug, PartialEq)]
+pub struct UsageReading {
+    /// When it was read, by the ledger's clock.
+    pub at: Timestamp,
+    /// Of the pool: `(consumed, reserved)` by dimension.
+    pub totals: PerCheck<(f64, f64)>,
+    /// Of each key with something in any of the dimensions.
+    pub keys: BTreeMap<ApiKeyId, PerCheck<(f64, f64)>>,
+    /// How many reservations are open.
+    pub open_reservations: usize,
+    /// The first deadline among them.
+    pub oldest_deadline: Option<Timestamp>,
+}
+
+/// A key's counters: its part of each of the pool's dimensions, and its model caps.
+#[derive(Clone, Debug, Default)]
+struct KeyCounters {
+    /// By position in [`PoolLedger::dimensions`]; may be shorter.
+    dimensions: Vec<Counter>,
+    models: Vec<(ModelCapKey, Counter)>,
+}
+
+/// One pool's counters, reservations and remembered ids.
+#[derive(Clone, Debug)]
+pub struct PoolLedger {
+    pool: PoolRevision,
+    now: Timestamp,
+    /// Every dimension that was ever counted here and has not aged out, with the pool's total.
+    dimensions: Vec<(DimensionKey, Counter)>,
+    keys: HashMap<ApiKeyId, KeyCounters>,
+    holds: HashMap<[u8; 12], Arc<Hold>>,
+    by_deadline: BTreeMap<(Timestamp, [u8; 12]), Arc<Hold>>,
+    records: Memories<RecordMemory>,
+    requests: Memories<RequestMemory>,
+    changes: Vec<Change>,
+}
+
+impl PoolLedger {
+    /// An empty ledger that has last seen the clock at `now`.
+    pub fn new(pool: PoolRevision, now: Timestamp) -> Self {
+        Self {
+            pool,
+            now,
+            dimensions: Vec::new(),
+            keys: HashMap::new(),
+            holds: HashMap::new(),
+            by_deadline: BTreeMap::new(),
+            records: Memories::default(),
+            requests: Memories::default(),
+            changes: Vec::new(),
+        }
+    }
+
+    /// Takes over a change that was made durable in an earlier life. Consumption must come by bucket, the oldest first.
+    pub fn restore(&mut self, change: Change) {
+        match change {
+            Change::Consumed { api_key, counter, bucket, delta } => {
+                self.add(&api_key, &counter, bucket, Amount::saturating(delta.unsigned_abs()));
+            }
+            Change::Held(random, hold) => self.hold(random, &hold),
+            Change::Freed(random, _) => drop(self.free(&random)),
+            Change::Record(call, memory) => self.records.insert(call, memory),
+            Change::Request(call, memory) => self.requests.insert(call, memory),
+        }
+    }
+
+    /// The effects since this was last called, in their order. A driver that answers a call from this ledger takes
+    /// them before it lets anybody else in.
+    pub fn take_changes(&mut self) -> Vec<Change> {
+        std::mem::take(&mut self.changes)
+    }
+
+    /// Undoes effects that could not be made durable.
+    pub fn revert(&mut self, changes: Vec<Change>) {
+        for change in changes.into_iter().rev() {
+            match change {
+                Change::Consumed { api_key, counter, bucket, delta } => {
+                    self.adjust(&api_key, &counter, bucket, -delta);
+                }
+                Change::Held(random, _) => drop(self.free(&random)),
+                Change::Freed(random, hold) => self.hold(random, &hold),
+                Change::Record(call, _) => self.records.remove(&call),
+                Change::Request(call, _) => self.requests.remove(&call),
+            }
+        }
+    }
+
+    /// How many reservations are open and how many ids are remembered.
+    pub fn size(&self) -> (usize, usize) {
+        (self.holds.len(), self.records.len() + self.requests.len())
+    }
+
+    /// Reads what `charge` needs, without any effect.
+    pub fn check(&mut self, charge: &Charge, clock: Timestamp) -> Reading {
+        self.advance(clock);
+        self.read(charge)
+    }
+
+    /// Decides on `charge` and, if it passes (or is for show only), holds its estimates.
+    pub fn enforce(
+        &mut self,
+        charge: &Charge,
+        wish: HoldRequest,
+        clock: Timestamp,
+    ) -> Result<Enforced, Contradiction> {
+        self.advance(clock);
+        let reading = self.read(charge);
+        let request = Some(wish.request_id.as_str()).filter(|id| !id.is_empty());
+        let request = request.map(|id| CallId::of_request_id(&wish.connection, id));
+        if let Some(memory) = request.and_then(|call| self.requests.get(&call, self.now)) {
+            if memory.fingerprint != wish.fingerprint {
+                return Err(Contradiction::RequestId);
+            }
+            let reserved = Reserved { id: memory.reservation, deadline: memory.ends_at, repeated: true };
+            return Ok(Enforced { reading, reserved: Some(reserved) });
+        }
+        let blocked = charge.findings(&reading).iter().any(|finding| finding.block.is_some());
+        if blocked && !charge.shadow {
+            return Ok(Enforced { reading, reserved: None });
+        }
+        let id = ReservationId { pool: self.pool, random: wish.random };
+        let deadline = self.now.plus_ms(wish.reserve_for_ms);
+        if let Some(call) = request {
+            let memory = RequestMemory { fingerprint: wish.fingerprint, ends_at: deadline, reservation: id };
+            self.requests.insert(call, memory);
+            self.changes.push(Change::Request(call, memory));
+        }
+        let hold = Arc::new(self.hold_for(charge, wish, deadline));
+        self.hold(id.random, &hold);
+        self.changes.push(Change::Held(id.random, hold));
+        Ok(Enforced { reading, reserved: Some(Reserved { id, deadline, repeated: false }) })
+    }
+
+    /// Counts a cost once, and gives back the reservation that it settles.
+    pub fn record(&mut self, consumption: &Consumption, clock: Timestamp) -> Result<Recorded, Contradiction> {
+        self.advance(clock);
+        let settled =
+            consumption.reservation.and_then(|settles| self.records.get(&settles.call, self.now)).copied();
+        let counted = consumption.idempotency.and_then(|call| self.records.get(&call, self.now)).copied();
+        let open = consumption.reservation.and_then(|settles| self.open(settles.id)).cloned();
+        self.agree(consumption, open.as_deref(), settled, counted)?;
+
+        let duplicate = settled.is_some() || counted.is_some();
+        let late = match consumption.reservation {
+            Some(settles) => settled.map_or(open.is_none() && !settles.held_elsewhere, |memory| memory.late),
+            None => false,
+        };
+        if let (Some(hold), Some(Settlement { id: Some(id), .. })) = (&open, consumption.reservation) {
+            self.give_back(id.random, hold);
+        }
+        if !duplicate {
+            for (counter, amount) in &consumption.counts {
+                self.consume(&consumption.api_key, counter, *amount);
+            }
+        }
+        let remembered_until = self.now.plus_ms(consumption.id_life_ms);
+        let memory = |ends_at| RecordMemory { fingerprint: consumption.fingerprint, ends_at, late };
+        if let (Some(settles), None) = (consumption.reservation, settled) {
+            let from = open.map_or(self.now, |hold| hold.deadline.max(self.now));
+            self.remember(settles.call, memory(from.plus_ms(consumption.id_life_ms)));
+        }
+        if let (Some(call), None) = (consumption.idempotency, counted) {
+            self.remember(call, memory(remembered_until));
+        }
+        Ok(Recorded { duplicate, reservation_expired: late })
+    }
+
+    /// Gives a reservation back without any cost; false if it is not open. `api_key`, if given, must be its key.
+    pub fn release(
+        &mut self,
+        id: ReservationId,
+        api_key: Option<&ApiKeyId>,
+        clock: Timestamp,
+    ) -> Result<bool, Contradiction> {
+        self.advance(clock);
+        let Some(hold) = self.open(Some(id)).cloned() else { return Ok(false) };
+        if api_key.is_some_and(|key| *key != hold.api_key) {
+            return Err(Contradiction::ForeignKey);
+        }
+        self.give_back(id.random, &hold);
+        Ok(true)
+    }
+
+    /// What is known of a reservation that `consumption`, which counts in another pool or in none, settles.
+    pub fn reservation(
+        &mut self,
+        consumption: &Consumption,
+        settles: Settlement,
+        clock: Timestamp,
+    ) -> Result<ReservationState, Contradiction> {
+        self.advance(clock);
+        let settled = self.records.get(&settles.call, self.now).copied();
+        let open = self.open(settles.id);
+        self.agree(consumption, open.map(|hold| &**hold), settled, None)?;
+        Ok(match (open, settled) {
+            (_, Some(_)) => ReservationState::Settled,
+            (Some(_), None) => ReservationState::Open,
+            (None, None) => {
+                ReservationState::Unknown { key_known: self.keys.contains_key(&consumption.api_key) }
+            }
+        })
+    }
+
+    /// Sets what is recorded to zero: of one key or of all, in one dimension or, model caps included, in all.
+    pub fn reset(&mut self, api_key: Option<&ApiKeyId>, dimension: Option<DimensionKey>, clock: Timestamp) {
+        self.advance(clock);
+        let mut removed = Vec::new();
+        let meant = |key: &ApiKeyId| api_key.is_none_or(|only| only == key);
+        for (key, counters) in self.keys.iter().filter(|(key, _)| meant(key)) {
+            let plan = self.dimensions.iter().zip(&counters.dimensions);
+            let plan = plan.map(|((dimension, _), counter)| {
+                (CounterKey { dimension: *dimension, model: None }, counter)
+            });
+            let models = counters.models.iter().filter(|_| dimension.is_none());
+            let models = models.map(|(cap, counter)| (CounterKey::from(cap), counter));
+            for (counter_key, counter) in plan.chain(models) {
+                if dimension.is_none_or(|only| only == counter_key.dimension) {
+                    let held = counter.consumed.held().into_iter().filter(|(_, amount)| *amount > 0);
+                    removed.extend(
+                        held.map(|(bucket, amount)| (key.clone(), counter_key.clone(), bucket, amount)),
+                    );
+                }
+            }
+        }
+        for (key, counter, bucket, amount) in removed {
+            self.change_consumed(key, counter, bucket, -(amount as i64));
+        }
+    }
+
+    /// What usage shows of `dimensions`.
+    pub fn usage(&mut self, dimensions: &[DimensionKey], clock: Timestamp) -> UsageReading {
+        self.advance(clock);
+        let positions: PerCheck<Option<usize>> = dimensions.iter().map(|key| self.position(*key)).collect();
+        let seen = |counter: &Counter, dimension: &DimensionKey| {
+            (counter.consumed.at(dimension.window, self.now), counter.reserved as f64)
+        };
+        let of = |counters: &dyn Fn(usize) -> Option<Counter>| -> PerCheck<(f64, f64)> {
+            let counters = positions.iter().map(|position| position.and_then(counters).unwrap_or_default());
+            counters.zip(dimensions).map(|(counter, dimension)| seen(&counter, dimension)).collect()
+        };
+        let totals = of(&|position| Some(self.dimensions[position].1));
+        let keys = self.keys.iter().filter_map(|(key, counters)| {
+            let seen = of(&|position| counters.dimensions.get(position).copied());
+            let in_use = seen.iter().any(|(consumed, reserved)| *consumed > 0.0 || *reserved > 0.0);
+            in_use.then(|| (key.clone(), seen))
+        });
+        UsageReading {
+            at: self.now,
+            totals,
+            keys: keys.collect(),
+            open_reservations: self.holds.len(),
+            oldest_deadline: self.by_deadline.keys().next().map(|(deadline, _)| *deadline),
+        }
+    }
+
+    /// Open reservations after `(deadline, name)`, the oldest deadline first, of one key or of all; at most `count`.
+    pub fn reservations(
+        &mut self,
+        after: Option<(Timestamp, [u8; 12])>,
+        api_key: Option<&ApiKeyId>,
+        count: usize,
+        clock: Timestamp,
+    ) -> Vec<(ReservationId, Arc<Hold>)> {
+        use std::ops::Bound::{Excluded, Unbounded};
+        self.advance(clock);
+        let open = self.by_deadline.range((after.map_or(Unbounded, Excluded), Unbounded));
+        open.filter(|(_, hold)| api_key.is_none_or(|key| *key == hold.api_key))
+            .take(count)
+            .map(|((_, random), hold)| (ReservationId { pool: self.pool, random: *random }, Arc::clone(hold)))
+            .collect()
+    }
+
+    /// Drops keys and dimensions whose counters have aged out.
+    pub fn compact(&mut self, clock: Timestamp) {
+        self.advance(clock);
+        let now = self.now;
+        let idle = |counter: &Counter, dimension: &DimensionKey| {
+            counter.reserved == 0 && counter.consumed.is_spent(dimension.window.bucket(now))
+        };
+        let kept: Vec<bool> = self.dimensions.iter().map(|(key, total)| !idle(total, key)).collect();
+        for counters in self.keys.values_mut() {
+            let mut position = 0;
+            counters.dimensions.retain(|_| {
+                position += 1;
+                kept[position - 1]
+            });
+            counters.models.retain(|(cap, counter)| !idle(counter, &cap.dimension));
+        }
+        let mut kept = kept.into_iter();
+        // `kept` has one entry for each dimension.
+        self.dimensions.retain(|_| kept.next().unwrap_or(true));
+        let dimensions = &self.dimensions;
+        self.keys.retain(|_, counters| {
+            let plan =
+                counters.dimensions.iter().zip(dimensions).any(|(counter, (key, _))| !idle(counter, key));
+            plan || !counters.models.is_empty()
+        });
+    }
+
+    /// Moves to `clock`: reservations past their deadline stop counting. The clock never goes back, unless it steps
+    /// back so far that waiting for it would freeze the pool.
+    fn advance(&mut self, clock: Timestamp) {
+        if self.now.ms_since(clock) > CLOCK_STEP_MS {
+            self.step_back_to(clock);
+        }
+        self.now = self.now.max(clock);
+        while let Some((&(deadline, random), hold)) = self.by_deadline.first_key_value()
+            && deadline <= self.now
+        {
+            let hold = Arc::clone(hold);
+            self.give_back(random, &hold);
+        }
+        self.records.expire(self.now);
+        self.requests.expire(self.now);
+    }
+
+    /// What was filed ahead of `clock` counts in its bucket; nothing lives longer from there than it could have.
+    fn step_back_to(&mut self, clock: Timestamp) {
+        self.now = clock;
+        let mut moved = Vec::new();
+        for (key, counters) in &mut self.keys {
+            let plan = self.dimensions.iter().zip(&mut counters.dimensions);
+            let plan = plan.map(|((key, _), counter)| (CounterKey { dimension: *key, model: None }, counter));
+            let models = counters.models.iter_mut().map(|(cap, counter)| (CounterKey::from(&*cap), counter));
+            for (counter_key, counter) in plan.chain(models) {
+                let bucket = counter_key.dimension.window.bucket(clock);
+                let ahead = counter
+                    .consumed
+                    .held()
+                    .into_iter()
+                    .filter(|(from, amount)| *from > bucket && *amount > 0);
+                for (from, amount) in ahead {
+                    moved.push((key.clone(), counter_key.clone(), from, -(amount as i64)));
+                    moved.push((key.clone(), counter_key.clone(), bucket, amount as i64));
+                }
+                counter.consumed.rebase(bucket);
+            }
+        }
+        for (dimension, total) in &mut self.dimensions {
+            total.consumed.rebase(dimension.window.bucket(clock));
+        }
+        let moves = moved.into_iter();
+        self.changes.extend(moves.map(|(api_key, counter, bucket, delta)| Change::Consumed {
+            api_key,
+            counter,
+            bucket,
+            delta,
+        }));
+        let latest_deadline = clock.plus_ms(RESERVE_MS_MAX);
+        for ((_, random), hold) in self.by_deadline.split_off(&(latest_deadline, [0xff; 12])) {
+            self.give_back(random, &hold);
+            let hold = Arc::new(Hold { deadline: latest_deadline, ..(*hold).clone() });
+            self.hold(random, &hold);
+            self.changes.push(Change::Held(random, hold));
+        }
+        self.requests.cut(latest_deadline);
+        self.records.cut(latest_deadline.plus_ms(ID_LIFE_MS_MAX));
+    }
+
+    /// What the counters of `charge` hold. Open reservations are looked through only where a wait will be asked for.
+    fn read(&self, charge: &Charge) -> Reading {
+        let key = self.keys.get(&charge.api_key);
+        let counters = charge.checks.iter().map(|check| self.counters(key, &check.counter)).collect();
+        let mut reading = Reading { at: self.now, counters, releases: Vec::new() };
+        if charge.findings(&reading).iter().any(|finding| finding.block.is_some()) {
+            reading.releases = self.releases(charge, &reading);
+        }
+        reading
+    }
+
+    fn counters(&self, key: Option<&KeyCounters>, counter: &CounterKey) -> Counters {
+        if let Some(model) = &counter.model {
+            let models = key.map_or(&[][..], |key| &key.models);
+            let own =
+                models.iter().find(|(cap, _)| cap.model == *model && cap.dimension == counter.dimension);
+            return Counters {
+                key: own.map_or_else(Counter::default, |(_, own)| *own),
+                pool: Counter::default(),
+            };
+        }
+        let Some(position) = self.position(counter.dimension) else { return Counters::default() };
+        let own = key.and_then(|key| key.dimensions.get(position)).copied();
+        Counters { key: own.unwrap_or_default(), pool: self.dimensions[position].1 }
+    }
+
+    fn releases(&self, charge: &Charge, reading: &Reading) -> Vec<Release> {
+        let mut releases: Vec<Release> = Vec::new();
+        for ((deadline, _), hold) in self.by_deadline.iter().take(DEADLINES_FOLLOWED_MAX) {
+            let own = hold.api_key == charge.api_key;
+            let held = charge.checks.iter().map(|check| {
+                let steps = hold.on(&check.counter);
+                (if own { steps } else { 0 }, steps)
+            });
+            releases.push(Release { deadline: *deadline, held: held.collect() });
+        }
+        if self.by_deadline.len() > DEADLINES_FOLLOWED_MAX
+            && let Some((&(deadline, _), _)) = self.by_deadline.last_key_value()
+        {
+            let held =
+                reading.counters.iter().map(|counters| (counters.key.reserved, counters.pool.reserved));
+            releases.push(Release { deadline, held: held.collect() });
+        }
+        releases
+    }
+
+    fn hold_for(&self, charge: &Charge, wish: HoldRequest, deadline: Timestamp) -> Hold {
+        let key = self.keys.get(&charge.api_key);
+        let amounts = charge.checks.iter().filter_map(|check| {
+            let counters = self.counters(key, &check.counter);
+            let steps = check.estimate.room_on(counters.pool.reserved.max(counters.key.reserved));
+            (steps > 0).then(|| (check.counter.clone(), steps))
+        });
+        Hold {
+            api_key: charge.api_key.clone(),
+            connection: wish.connection,
+            model: wish.model,
+            request_id: wish.request_id,
+            deadline,
+            amounts: amounts.collect(),
+        }
+    }
+
+    fn open(&self, id: Option<ReservationId>) -> Option<&Arc<Hold>> {
+        self.holds.get(&id.filter(|id| id.pool == self.pool)?.random)
+    }
+
+    /// Refuses a record that says something else than what is known.
+    fn agree(
+        &self,
+        consumption: &Consumption,
+        open: Option<&Hold>,
+        settled: Option<RecordMemory>,
+        counted: Option<RecordMemory>,
+    ) -> Result<(), Contradiction> {
+        let fingerprint = consumption.fingerprint;
+        if open.is_some_and(|hold| hold.api_key != consumption.api_key)
+            || settled.is_some_and(|memory| memory.fingerprint.key != fingerprint.key)
+        {
+            return Err(Contradiction::ForeignKey);
+        }
+        if settled.is_some_and(|memory| memory.fingerprint != fingerprint) {
+            return Err(Contradiction::Settled);
+        }
+        if counted.is_some_and(|memory| memory.fingerprint != fingerprint) {
+            return Err(Contradiction::IdempotencyKey);
+        }
+        Ok(())
+    }
+
+    fn remember(&mut self, call: CallId, memory: RecordMemory) {
+        self.records.insert(call, memory);
+        self.changes.push(Change::Record(call, memory));
+    }
+
+    /// Counts `amount` now, as far as the ceiling of stored sums allows.
+    fn consume(&mut self, api_key: &ApiKeyId, counter: &CounterKey, amount: Amount) {
+        if amount == Amount::ZERO {
+            return;
+        }
+        let bucket = counter.dimension.window.bucket(self.now);
+        let added = self.add(api_key, counter, bucket, amount);
+        let (api_key, counter, delta) = (api_key.clone(), counter.clone(), added as i64);
+        self.changes.push(Change::Consumed { api_key, counter, bucket, delta });
+    }
+
+    fn add(&mut self, api_key: &ApiKeyId, counter: &CounterKey, bucket: u64, amount: Amount) -> u64 {
+        let (own, total) = self.counters_mut(api_key, counter);
+        match total {
+            // The total is the larger: what fits there fits the key's own.
+            Some(total) => {
+                let added = total.consumed.add(bucket, amount);
+                own.consumed.add(bucket, Amount::saturating(added))
+            }
+            None => own.consumed.add(bucket, amount),
+        }
+    }
+
+    fn adjust(&mut self, api_key: &ApiKeyId, counter: &CounterKey, bucket: u64, delta: i64) {
+        let (own, total) = self.counters_mut(api_key, counter);
+        own.consumed.adjust(bucket, delta);
+        if let Some(total) = total {
+            total.consumed.adjust(bucket, delta);
+        }
+    }
+
+    fn change_consumed(&mut self, api_key: ApiKeyId, counter: CounterKey, bucket: u64, delta: i64) {
+        self.adjust(&api_key, &counter, bucket, delta);
+        self.changes.push(Change::Consumed { api_key, counter, bucket, delta });
+    }
+
+    fn hold(&mut self, random: [u8; 12], hold: &Arc<Hold>) {
+        for (counter, steps) in &hold.amounts {
+            let (own, total) = self.counters_mut(&hold.api_key, counter);
+            own.reserved += steps;
+            if let Some(total) = total {
+                total.reserved += steps;
+            }
+        }
+        self.holds.insert(random, Arc::clone(hold));
+        self.by_deadline.insert((hold.deadline, random), Arc::clone(hold));
+    }
+
+    fn give_back(&mut self, random: [u8; 12], hold: &Arc<Hold>) {
+        self.free(&random);
+        self.changes.push(Change::Freed(random, Arc::clone(hold)));
+    }
+
+    fn free(&mut self, random: &[u8; 12]) -> Option<Arc<Hold>> {
+        let hold = self.holds.remove(random)?;
+        self.by_deadline.remove(&(hold.deadline, *random));
+        for (counter, steps) in &hold.amounts {
+            let (own, total) = self.counters_mut(&hold.api_key, counter);
+            own.reserved = own.reserved.saturating_sub(*steps);
+            if let Some(total) = total {
+                total.reserved = total.reserved.saturating_sub(*steps);
+            }
+        }
+        Some(hold)
+    }
+
+    /// The key's own counter and, for a dimension, the pool's total; made where they are not yet.
+    fn counters_mut(
+        &mut self,
+        api_key: &ApiKeyId,
+        counter: &CounterKey,
+    ) -> (&mut Counter, Option<&mut Counter>) {
+        let own = self.keys.entry_ref(api_key).or_default();
+        if let Some(model) = &counter.model {
+            let cap = ModelCapKey { model: model.clone(), dimension: counter.dimension };
+            return (own.model_mut(cap), None);
+        }
+        let position = self.dimensions.iter().position(|(key, _)| *key == counter.dimension);
+        let position = position.unwrap_or_else(|| {
+            self.dimensions.push((counter.dimension, Counter::default()));
+            self.dimensions.len() - 1
+        });
+        if own.dimensions.len() <= position {
+            own.dimensions.resize(position + 1, Counter::default());
+        }
+        (&mut own.dimensions[position], Some(&mut self.dimensions[position].1))
+    }
+
+    fn position(&self, dimension: DimensionKey) -> Option<usize> {
+        self.dimensions.iter().position(|(key, _)| *key == dimension)
+    }
+}
+
+impl KeyCounters {
+    fn model_mut(&mut self, cap: ModelCapKey) -> &mut Counter {
+        let position = self.models.iter().position(|(key, _)| *key == cap).unwrap_or_else(|| {
+            self.models.push((cap, Counter::default()));
+            self.models.len() - 1
+        });
+        &mut self.models[position].1
+    }
+}
+
+impl From<&ModelCapKey> for CounterKey {
+    fn from(cap: &ModelCapKey) -> Self {
+        Self { dimension: cap.dimension, model: Some(cap.model.clone()) }
+    }
+}

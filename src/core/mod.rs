@@ -1,0 +1,33 @@
+//! The decision core: what may be used, by whom, and why not.
+//!
+//! Everything here is a plain value or a plain function of plain values. The core does not await, read a clock, draw a
+//! random number, log, or touch a socket; whoever calls it hands in the time and the counters.
+//!
+//! Read in this order:
+//!
+//! | file            | question it answers                                                  |
+//! |-----------------|----------------------------------------------------------------------|
+//! | [`units`]       | how do we count, and how high?                                       |
+//! | [`ids`]         | what are things called, and how is a repeated call recognised?       |
+//! | [`window`]      | how long is a window, and what is in it at an instant?               |
+//! | [`plan`]        | what may an account use?                                             |
+//! | [`catalog`]     | which plans does the service know without being told?                |
+//! | [`pool`]        | who shares what, in which proportion?                                |
+//! | [`directory`]   | all pools and plans at one revision: what may change, and to what?   |
+//! | [`charge`]      | what would this request use, up to which bounds?                     |
+//! | [`admission`]   | given the counters, is it allowed? The one definition of the rule    |
+//! | [`retry_after`] | if not, when?                                                        |
+//! | [`ledger`]      | one pool's counters, reservations and remembered ids                 |
+
+pub mod admission;
+pub mod catalog;
+pub mod charge;
+pub mod directory;
+pub mod ids;
+pub mod ledger;
+pub mod memory;
+pub mod plan;
+pub mod pool;
+pub mod retry_after;
+pub mod units;
+pub mod window;

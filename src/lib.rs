@@ -1,0 +1,3 @@
+//! A service that shares the quota of upstream LLM accounts fairly among API keys.
+
+pub mod core;
