@@ -1,0 +1,263 @@
+//! Everything that an operator can set, read once at start.
+
+use std::{fmt, net::SocketAddr, path::PathBuf, str::FromStr};
+
+use clap::Parser;
+
+use crate::core::{ledger::ID_LIFE_MS_MAX, pool::fraction_hint};
+
+/// The variables as they were given, not yet checked. Each can be set as a flag or, by the same name, in the
+/// environment; the flag wins. An empty value is as good as none.
+#[derive(Clone, Debug, Default, Parser)]
+#[command(name = "quota-share", version, about, max_term_width = 110)]
+pub struct Args {
+    /// Where gRPC is served, as IP:PORT; port 0 picks a free one [default: 127.0.0.1:50051]
+    #[arg(long, env = "QUOTA_LISTEN", value_name = "IP:PORT", hide_env_values = true)]
+    pub quota_listen: Option<String>,
+    /// Listen beyond this machine although nobody is authenticated: true or false [default: false]
+    #[arg(long, env = "QUOTA_INSECURE", value_name = "BOOL", hide_env_values = true)]
+    pub quota_insecure: Option<String>,
+    /// The folder of the service's data; made if it is missing [default: ./data]
+    #[arg(long, env = "DATA_DIR", value_name = "FOLDER", hide_env_values = true)]
+    pub data_dir: Option<String>,
+    /// Where counters live: sqlite [default: sqlite]
+    #[arg(long, env = "QUOTA_STORE_DRIVER", value_name = "DRIVER", hide_env_values = true)]
+    pub quota_store_driver: Option<String>,
+    /// Fraction of its limit from which a pool is in strict mode, unless it has its own: 0 to 1 [default: 0.5]
+    #[arg(long, env = "QUOTA_SATURATION_THRESHOLD", value_name = "FRACTION", hide_env_values = true)]
+    pub quota_saturation_threshold: Option<String>,
+    /// What the score of a SOFT key past its share is multiplied by in strict mode: 0 to 1 [default: 0.7]
+    #[arg(long, env = "QUOTA_SOFT_DEPRIORITIZE_FACTOR", value_name = "FACTOR", hide_env_values = true)]
+    pub quota_soft_deprioritize_factor: Option<String>,
+    /// How many days rows of consumption are kept in the database, for whoever reads it: 1 to 3660 [default: 14]
+    #[arg(long, env = "QUOTA_CONSUMPTION_RETENTION_DAYS", value_name = "DAYS", hide_env_values = true)]
+    pub quota_consumption_retention_days: Option<String>,
+    /// How long idempotency keys and settled reservations are remembered: 1 to 86400 [default: 600]
+    #[arg(long, env = "QUOTA_ID_LIFE_SECONDS", value_name = "SECONDS", hide_env_values = true)]
+    pub quota_id_life_seconds: Option<String>,
+}
+
+/// A configuration that can be run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    /// `QUOTA_LISTEN`
+    pub listen: SocketAddr,
+    /// `DATA_DIR`
+    pub data_dir: PathBuf,
+    /// `QUOTA_SATURATION_THRESHOLD`, 0 to 1
+    pub saturation_threshold: f64,
+    /// `QUOTA_SOFT_DEPRIORITIZE_FACTOR`, 0 to 1
+    pub soft_deprioritize_factor: f64,
+    /// `QUOTA_CONSUMPTION_RETENTION_DAYS`, at least 1
+    pub consumption_retention_days: u32,
+    /// `QUOTA_ID_LIFE_SECONDS`, at least 1
+    pub id_life_seconds: u32,
+    /// What is not as it was asked for, and what is done instead.
+    pub warnings: Vec<String>,
+}
+
+/// A variable that cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{variable}={given:?} is not valid: set it to {accepted}")]
+pub struct InvalidVariable {
+    /// Its name in the environment.
+    pub variable: &'static str,
+    /// Its value.
+    pub given: String,
+    /// What is accepted.
+    pub accepted: String,
+}
+
+/// Every variable that cannot be used, one a line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct InvalidConfig(pub Vec<InvalidVariable>);
+
+impl fmt::Display for InvalidConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let lines: Vec<String> = self.0.iter().map(ToString::to_string).collect();
+        f.write_str(&lines.join("\n"))
+    }
+}
+
+impl std::error::Error for InvalidConfig {}
+
+impl Config {
+    /// Checks `args`, every mistake at once.
+    pub fn check(args: &Args) -> Result<Config, InvalidConfig> {
+        let mut vars = Vars::default();
+        let listen = vars.read("QUOTA_LISTEN", &args.quota_listen, "127.0.0.1:50051", SOCKET);
+        let insecure = vars.read("QUOTA_INSECURE", &args.quota_insecure, "false", "true or false");
+        let config = Config {
+            listen,
+            data_dir: vars.read("DATA_DIR", &args.data_dir, "./data", "a folder"),
+            saturation_threshold: vars.fraction(
+                "QUOTA_SATURATION_THRESHOLD",
+                &args.quota_saturation_threshold,
+                "0.5",
+            ),
+            soft_deprioritize_factor: vars.fraction(
+                "QUOTA_SOFT_DEPRIORITIZE_FACTOR",
+                &args.quota_soft_deprioritize_factor,
+                "0.7",
+            ),
+            consumption_retention_days: vars.whole(
+                "QUOTA_CONSUMPTION_RETENTION_DAYS",
+                &args.quota_consumption_retention_days,
+                "14",
+                3_660,
+            ),
+            id_life_seconds: vars.whole(
+                "QUOTA_ID_LIFE_SECONDS",
+                &args.quota_id_life_seconds,
+                "600",
+                (ID_LIFE_MS_MAX / 1_000) as u32,
+            ),
+            warnings: Vec::new(),
+        };
+        let warnings = vars.store_driver(args.quota_store_driver.as_deref().unwrap_or_default());
+        if !listen.ip().is_loopback() && !insecure {
+            let accepted = "a loopback address such as 127.0.0.1:50051: this version authenticates nobody. To serve \
+                            everybody who can reach the address, set QUOTA_INSECURE=true";
+            vars.refuse("QUOTA_LISTEN", &listen.to_string(), accepted);
+        }
+        if vars.refused.is_empty() {
+            Ok(Config { warnings, ..config })
+        } else {
+            Err(InvalidConfig(vars.refused))
+        }
+    }
+}
+
+const SOCKET: &str = "an address and a port, such as 127.0.0.1:50051";
+
+/// Reads variables and collects the mistakes in them.
+#[derive(Default)]
+struct Vars {
+    refused: Vec<InvalidVariable>,
+}
+
+impl Vars {
+    fn refuse(&mut self, variable: &'static str, given: &str, accepted: &str) {
+        let (given, accepted) = (given.to_owned(), accepted.to_owned());
+        self.refused.push(InvalidVariable { variable, given, accepted });
+    }
+
+    /// The value of `variable`. Where it is refused, the default stands in for it until all are checked.
+    fn read_if<T: FromStr>(
+        &mut self,
+        variable: &'static str,
+        given: &Option<String>,
+        default: &str,
+        valid: impl Fn(&T) -> bool,
+        accepted: impl Fn(Option<&T>) -> String,
+    ) -> T {
+        let given = given.as_deref().filter(|text| !text.is_empty()).unwrap_or(default);
+        let parsed = given.parse::<T>().ok();
+        match parsed {
+            Some(value) if valid(&value) => value,
+            refused => {
+                self.refuse(variable, given, &accepted(refused.as_ref()));
+                let Ok(value) = default.parse() else {
+                    unreachable!("{variable}'s default {default} is valid")
+                };
+                value
+            }
+        }
+    }
+
+    fn read<T: FromStr>(
+        &mut self,
+        variable: &'static str,
+        given: &Option<String>,
+        default: &str,
+        accepted: &str,
+    ) -> T {
+        self.read_if(variable, given, default, |_| true, |_| accepted.to_owned())
+    }
+
+    fn fraction(&mut self, variable: &'static str, given: &Option<String>, default: &str) -> f64 {
+        let accepted =
+            |given: Option<&f64>| fraction_hint("a fraction from 0 to 1", given.copied().unwrap_or_default());
+        self.read_if(variable, given, default, |value| (0.0..=1.0).contains(value), accepted)
+    }
+
+    fn whole(&mut self, variable: &'static str, given: &Option<String>, default: &str, max: u32) -> u32 {
+        let accepted = |_: Option<&u32>| format!("a whole number from 1 to {max}");
+        self.read_if(variable, given, default, |value| (1..=max).contains(value), accepted)
+    }
+
+    /// An unknown driver must not stop a router's only guard; one that is known to be missing must not be taken for
+    /// another.
+    fn store_driver(&mut self, given: &str) -> Vec<String> {
+        match given {
+            "" | "sqlite" => Vec::new(),
+            "redis" => {
+                let accepted =
+                    "sqlite, the only driver of this version: replicas would each count for themselves";
+                self.refuse("QUOTA_STORE_DRIVER", given, accepted);
+                Vec::new()
+            }
+            other => vec![format!("QUOTA_STORE_DRIVER={other:?} is not a known driver: using sqlite")],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(vars: &[(&str, &str)]) -> Result<Config, String> {
+        let flags =
+            vars.iter().map(|(name, value)| format!("--{}={value}", name.to_lowercase().replace('_', "-")));
+        let args = Args::try_parse_from(std::iter::once("quota-share".to_owned()).chain(flags)).unwrap();
+        Config::check(&args).map_err(|errors| errors.to_string())
+    }
+
+    #[test]
+    fn nothing_set_is_a_configuration() {
+        let config = check(&[]).unwrap();
+        assert_eq!(config.listen.to_string(), "127.0.0.1:50051");
+        assert_eq!(config.data_dir, PathBuf::from("./data"));
+        assert_eq!((config.saturation_threshold, config.soft_deprioritize_factor), (0.5, 0.7));
+        assert_eq!((config.consumption_retention_days, config.id_life_seconds), (14, 600));
+        assert_eq!(check(&[("QUOTA_LISTEN", ""), ("DATA_DIR", "")]).unwrap(), config);
+    }
+
+    #[test]
+    fn one_start_reports_every_mistake() {
+        let errors = check(&[
+            ("QUOTA_LISTEN", "localhost"),
+            ("QUOTA_SATURATION_THRESHOLD", "50"),
+            ("QUOTA_SOFT_DEPRIORITIZE_FACTOR", "NaN"),
+            ("QUOTA_CONSUMPTION_RETENTION_DAYS", "0"),
+            ("QUOTA_ID_LIFE_SECONDS", "1.5"),
+            ("QUOTA_INSECURE", "yes"),
+            ("QUOTA_STORE_DRIVER", "redis"),
+        ]);
+        assert_eq!(
+            errors.unwrap_err(),
+            "QUOTA_LISTEN=\"localhost\" is not valid: set it to an address and a port, such as 127.0.0.1:50051\n\
+             QUOTA_INSECURE=\"yes\" is not valid: set it to true or false\n\
+             QUOTA_SATURATION_THRESHOLD=\"50\" is not valid: set it to a fraction from 0 to 1 (did you mean 0.5?)\n\
+             QUOTA_SOFT_DEPRIORITIZE_FACTOR=\"NaN\" is not valid: set it to a fraction from 0 to 1\n\
+             QUOTA_CONSUMPTION_RETENTION_DAYS=\"0\" is not valid: set it to a whole number from 1 to 3660\n\
+             QUOTA_ID_LIFE_SECONDS=\"1.5\" is not valid: set it to a whole number from 1 to 86400\n\
+             QUOTA_STORE_DRIVER=\"redis\" is not valid: set it to sqlite, the only driver of this version: replicas \
+             would each count for themselves",
+        );
+    }
+
+    #[test]
+    fn an_unknown_driver_is_named_and_sqlite_is_used() {
+        let config = check(&[("QUOTA_STORE_DRIVER", "mongo")]).unwrap();
+        assert_eq!(config.warnings, ["QUOTA_STORE_DRIVER=\"mongo\" is not a known driver: using sqlite"]);
+    }
+
+    #[test]
+    fn nobody_listens_to_the_world_by_accident() {
+        let error = check(&[("QUOTA_LISTEN", "0.0.0.0:50051")]).unwrap_err();
+        assert!(error.contains("QUOTA_INSECURE=true"), "{error}");
+        assert!(check(&[("QUOTA_LISTEN", "0.0.0.0:50051"), ("QUOTA_INSECURE", "true")]).is_ok());
+        assert!(check(&[("QUOTA_LISTEN", "[::1]:50051")]).is_ok());
+    }
+}
