@@ -85,8 +85,8 @@ impl Config {
     /// Checks `args`, every mistake at once.
     pub fn check(args: &Args) -> Result<Config, InvalidConfig> {
         let mut vars = Vars::default();
-        let listen = vars.read("QUOTA_LISTEN", &args.quota_listen, "127.0.0.1:50051", SOCKET);
-        let insecure = vars.read("QUOTA_INSECURE", &args.quota_insecure, "false", "true or false");
+        let listen: SocketAddr = vars.read("QUOTA_LISTEN", &args.quota_listen, "127.0.0.1:50051", SOCKET);
+        let insecure: bool = vars.read("QUOTA_INSECURE", &args.quota_insecure, "false", "true or false");
         let config = Config {
             listen,
             data_dir: vars.read("DATA_DIR", &args.data_dir, "./data", "a folder"),
