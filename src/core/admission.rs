@@ -138,18 +138,28 @@ impl Used {
     /// What `level` means to `check`.
     pub fn of(check: &Check, level: &Level) -> Used {
         let pool = level.pool_consumed + level.pool_reserved;
-        let unknown = check.counter.dimension.unit == Unit::Percent && pool == 0.0;
-        let fraction = check.bounds.limit.filter(|_| !unknown).map(|limit| pool / limit);
+        let fraction = used_fraction(check.counter.dimension.unit, check.bounds.limit, pool);
         Used { key: level.key_consumed + level.key_reserved, pool, fraction }
     }
+}
+
+/// s: the used fraction of `limit`; `None` where it is not known, or nothing is known of a PERCENT dimension.
+pub fn used_fraction(unit: Unit, limit: Option<f64>, used: f64) -> Option<f64> {
+    let unknown = unit == Unit::Percent && used == 0.0;
+    limit.filter(|_| !unknown).map(|limit| used / limit)
+}
+
+/// The mode of a dimension whose limit is known.
+pub fn mode(fraction: Option<f64>, threshold: f64) -> Mode {
+    if fraction.is_some_and(|fraction| fraction >= threshold) { Mode::Strict } else { Mode::Generous }
 }
 
 /// Judges one check. `estimate` and `bounds` are in steps.
 ///
 /// An exempt key passes always; what is shown of it has no share and no remainder.
 pub fn judge(bounds: &Bounds, model_cap: bool, estimate: f64, terms: &Terms, used: &Used) -> Finding {
-    let strict = used.fraction.is_some_and(|fraction| fraction >= terms.threshold);
-    let mode = bounds.limit.map(|_| if strict { Mode::Strict } else { Mode::Generous });
+    let mode = bounds.limit.map(|_| mode(used.fraction, terms.threshold));
+    let strict = mode == Some(Mode::Strict);
     if terms.exempt {
         return Finding { block: None, mode, deprioritize: false, borrowing: false, remaining: None };
     }

@@ -99,6 +99,7 @@ pub struct Directory {
     revision: u64,
     pools: OrdMap<PoolId, Arc<PoolEntry>>,
     by_connection: HashMap<ConnectionId, Arc<PoolEntry>>,
+    by_life: OrdMap<PoolRevision, Arc<PoolEntry>>,
     plans: OrdMap<ConnectionId, Arc<PlanEntry>>,
     allocations: usize,
 }
@@ -254,6 +255,11 @@ impl Directory {
         use std::ops::Bound::{Excluded, Unbounded};
         let start = id.map_or(Unbounded, Excluded);
         self.pools.range::<_, str>((start, Unbounded)).map(|(_, entry)| entry)
+    }
+
+    /// The pool whose life this names, if it still lasts.
+    pub fn pool_of_life(&self, life: PoolRevision) -> Option<&Arc<PoolEntry>> {
+        self.by_life.get(&life)
     }
 
     /// The pool that `connection` is in.
@@ -430,6 +436,7 @@ impl Directory {
         for connection in &entry.pool.connections {
             self.by_connection.insert(connection.clone(), Arc::clone(&entry));
         }
+        self.by_life.insert(history.created_revision, Arc::clone(&entry));
         self.pools.insert(entry.pool.id.clone(), Arc::clone(&entry));
         entry
     }
@@ -439,6 +446,7 @@ impl Directory {
         for connection in &entry.pool.connections {
             self.by_connection.remove(connection);
         }
+        self.by_life.remove(&entry.history.created_revision);
         self.pools.remove(&entry.pool.id);
     }
 

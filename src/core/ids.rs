@@ -30,6 +30,37 @@ impl InvalidField {
     }
 }
 
+/// The mistakes found so far, so that all of them can be named at once.
+#[derive(Debug, Default)]
+pub struct Faults(Vec<InvalidField>);
+
+impl Faults {
+    /// Adds a refusal of `given` for `field`.
+    pub fn add(&mut self, field: impl Into<String>, given: impl fmt::Debug, accepted: &str) {
+        self.0.push(InvalidField::new(field, given, accepted));
+    }
+
+    /// The value, or `None` and one more mistake.
+    pub fn take<T>(&mut self, parsed: Result<T, InvalidField>) -> Option<T> {
+        parsed.map_err(|fault| self.0.push(fault)).ok()
+    }
+
+    /// The value, or `None` and more mistakes.
+    pub fn take_all<T>(&mut self, parsed: Result<T, Vec<InvalidField>>) -> Option<T> {
+        parsed.map_err(|faults| self.0.extend(faults)).ok()
+    }
+
+    /// True if there was none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// All of them, in the order in which they were found.
+    pub fn into_vec(self) -> Vec<InvalidField> {
+        self.0
+    }
+}
+
 /// Checks free text: `bytes` long, without control characters.
 pub fn parse_text(
     field: &str,
@@ -217,7 +248,7 @@ impl Fingerprint {
 }
 
 /// Parts are framed by their length, so that no two lists of parts are one text.
-fn digest(parts: &[&str]) -> [u8; 16] {
+pub(crate) fn digest(parts: &[&str]) -> [u8; 16] {
     let mut hash = Sha256::new();
     for part in parts {
         hash.update((part.len() as u64).to_le_bytes());

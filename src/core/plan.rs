@@ -5,7 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    ids::{ConnectionId, InvalidField, parse_text},
+    ids::{ConnectionId, Faults, InvalidField, parse_text},
     units::Unit,
     window::Window,
 };
@@ -76,37 +76,29 @@ pub struct DimensionSpec {
 impl Plan {
     /// Checks `spec`; every mistake is named, with paths below `path`.
     pub fn check(path: &str, spec: &PlanSpec) -> Result<Plan, Vec<InvalidField>> {
-        let mut faults = Vec::new();
-        let connection = ConnectionId::parse(&format!("{path}.connection_id"), &spec.connection_id);
-        let provider = check_provider(&format!("{path}.provider"), &spec.provider);
+        let mut faults = Faults::default();
+        let connection =
+            faults.take(ConnectionId::parse(&format!("{path}.connection_id"), &spec.connection_id));
+        faults.take(check_provider(&format!("{path}.provider"), &spec.provider));
         let field = format!("{path}.dimensions");
         if spec.dimensions.is_empty() || spec.dimensions.len() > DIMENSIONS_MAX {
-            let given = format!("{} dimensions", spec.dimensions.len());
-            faults.push(InvalidField::new(&field, given, format!("1 to {DIMENSIONS_MAX} dimensions")));
+            let accepted = format!("1 to {DIMENSIONS_MAX} dimensions");
+            faults.add(&field, format!("{} dimensions", spec.dimensions.len()), &accepted);
         }
         let mut dimensions: Vec<Dimension> = Vec::new();
         for (index, spec) in spec.dimensions.iter().enumerate().take(DIMENSIONS_MAX) {
             let path = format!("{field}[{index}]");
-            match Dimension::check(&path, spec) {
-                Err(found) => faults.extend(found),
-                Ok(dimension) if dimensions.iter().any(|other| other.key == dimension.key) => {
-                    let given = dimension.key.to_string();
-                    faults.push(InvalidField::new(path, given, "each unit and window at most once"));
-                }
-                Ok(dimension) => dimensions.push(dimension),
+            let Some(dimension) = faults.take_all(Dimension::check(&path, spec)) else { continue };
+            if dimensions.iter().any(|other| other.key == dimension.key) {
+                faults.add(path, dimension.key.to_string(), "each unit and window at most once");
+            } else {
+                dimensions.push(dimension);
             }
         }
-        faults.extend(provider.err());
-        match connection {
-            Ok(connection) if faults.is_empty() => {
-                Ok(Plan { connection, provider: spec.provider.clone(), dimensions })
-            }
-            Ok(_) => Err(faults),
-            Err(fault) => {
-                faults.insert(0, fault);
-                Err(faults)
-            }
-        }
+        let Some(connection) = connection.filter(|_| faults.is_empty()) else {
+            return Err(faults.into_vec());
+        };
+        Ok(Plan { connection, provider: spec.provider.clone(), dimensions })
     }
 
     /// The plan as it is written in documents.
@@ -114,28 +106,28 @@ impl Plan {
         PlanSpec {
             connection_id: self.connection.to_string(),
             provider: self.provider.clone(),
-            dimensions: self.dimensions.iter().map(Dimension::to_spec).collect(),
+            dimensions: self.dimensions.iter().copied().map(Dimension::to_spec).collect(),
         }
     }
 }
 
 impl Dimension {
     fn check(path: &str, spec: &DimensionSpec) -> Result<Dimension, Vec<InvalidField>> {
-        let unit = check_unit(&format!("{path}.unit"), &spec.unit);
-        let window = check_window(&format!("{path}.window"), &spec.window);
-        let limit = match (&unit, spec.limit) {
-            (Ok(unit), Some(limit)) => check_ceiling(&format!("{path}.limit"), *unit, limit).map(Some),
-            _ => Ok(None),
-        };
-        match (unit, window, limit) {
-            (Ok(unit), Ok(window), Ok(limit)) => Ok(Dimension { key: DimensionKey { unit, window }, limit }),
-            (unit, window, limit) => {
-                Err([unit.err(), window.err(), limit.err()].into_iter().flatten().collect())
+        let mut faults = Faults::default();
+        let unit = faults.take(check_unit(&format!("{path}.unit"), &spec.unit));
+        let window = faults.take(check_window(&format!("{path}.window"), &spec.window));
+        if let (Some(unit), Some(limit)) = (unit, spec.limit) {
+            faults.take(check_ceiling(&format!("{path}.limit"), unit, limit));
+        }
+        match (unit, window) {
+            (Some(unit), Some(window)) if faults.is_empty() => {
+                Ok(Dimension { key: DimensionKey { unit, window }, limit: spec.limit })
             }
+            _ => Err(faults.into_vec()),
         }
     }
 
-    fn to_spec(&self) -> DimensionSpec {
+    fn to_spec(self) -> DimensionSpec {
         DimensionSpec {
             unit: self.key.unit.name().to_owned(),
             window: self.key.window.to_string(),

@@ -4,7 +4,7 @@ use hashbrown::HashMap;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    ids::{ApiKeyId, ConnectionId, InvalidField, Model, PoolId},
+    ids::{ApiKeyId, ConnectionId, Faults, InvalidField, Model, PoolId},
     plan::{DimensionKey, check_ceiling, check_provider, check_unit, check_window},
     units::Unit,
     window::Window,
@@ -201,7 +201,7 @@ impl Pool {
 
     /// Checks `spec`; every mistake is named, with paths below `path`.
     pub fn check(path: &str, spec: &PoolSpec) -> Result<Pool, Vec<InvalidField>> {
-        let mut faults = Faults(Vec::new());
+        let mut faults = Faults::default();
         let id = faults.take(PoolId::parse(&format!("{path}.pool_id"), &spec.pool_id));
         let name_chars = spec.name.chars().count();
         if !(1..=120).contains(&name_chars) || spec.name.chars().any(char::is_control) {
@@ -232,7 +232,7 @@ impl Pool {
             let accepted = fraction_hint("a fraction from 0 to below 1", spec.owner_reserve);
             faults.add(format!("{path}.owner_reserve"), spec.owner_reserve, &accepted);
         }
-        let (Some(id), []) = (id, faults.0.as_slice()) else { return Err(faults.0) };
+        let Some(id) = id.filter(|_| faults.is_empty()) else { return Err(faults.into_vec()) };
         let index =
             (0..).zip(&allocations).map(|(at, allocation)| (allocation.api_key.clone(), at)).collect();
         let limited = || allocations.iter().filter(|allocation| !allocation.exempt);
@@ -355,10 +355,7 @@ fn check_allocations(path: &str, given: &[AllocationSpec], faults: &mut Faults) 
         if !seen.insert(&spec.api_key_id) {
             faults.add(format!("{path}.api_key_id"), &spec.api_key_id, "each key at most once");
         }
-        match Allocation::check(&path, spec) {
-            Ok(allocation) => allocations.push(allocation),
-            Err(found) => faults.0.extend(found),
-        }
+        allocations.extend(faults.take_all(Allocation::check(&path, spec)));
     }
     let sum: u64 = allocations.iter().map(|allocation| u64::from(allocation.weight_e6)).sum();
     if sum > WEIGHT_SUM_MAX_E6 {
@@ -371,7 +368,7 @@ fn check_allocations(path: &str, given: &[AllocationSpec], faults: &mut Faults) 
 impl Allocation {
     /// Checks `spec`; every mistake is named, with paths below `path`.
     pub fn check(path: &str, spec: &AllocationSpec) -> Result<Allocation, Vec<InvalidField>> {
-        let mut faults = Faults(Vec::new());
+        let mut faults = Faults::default();
         let api_key = faults.take(ApiKeyId::parse(&format!("{path}.api_key_id"), &spec.api_key_id));
         if !(0.0..=100.0).contains(&spec.weight) {
             faults.add(format!("{path}.weight"), spec.weight, "a share in per cent from 0 to 100");
@@ -396,7 +393,7 @@ impl Allocation {
                 model_caps.push(cap);
             }
         }
-        let (Some(api_key), []) = (api_key, faults.0.as_slice()) else { return Err(faults.0) };
+        let Some(api_key) = api_key.filter(|_| faults.is_empty()) else { return Err(faults.into_vec()) };
         Ok(Allocation {
             api_key,
             weight_e6: (spec.weight * E6).round_ties_even() as u32,
@@ -425,7 +422,7 @@ impl Allocation {
 
 impl Cap {
     fn check(path: &str, spec: &CapSpec) -> Result<Cap, Vec<InvalidField>> {
-        let mut faults = Faults(Vec::new());
+        let mut faults = Faults::default();
         let unit = faults.take(check_unit(&format!("{path}.unit"), &spec.unit));
         let value =
             unit.and_then(|unit| faults.take(check_ceiling(&format!("{path}.value"), unit, spec.value)));
@@ -434,15 +431,15 @@ impl Cap {
             text => faults.take(check_window(&format!("{path}.window"), text)),
         };
         match (unit, value) {
-            (Some(unit), Some(value)) if faults.0.is_empty() => Ok(Cap { value, unit, window }),
-            _ => Err(faults.0),
+            (Some(unit), Some(value)) if faults.is_empty() => Ok(Cap { value, unit, window }),
+            _ => Err(faults.into_vec()),
         }
     }
 }
 
 impl ModelCap {
     fn check(path: &str, spec: &ModelCapSpec) -> Result<ModelCap, Vec<InvalidField>> {
-        let mut faults = Faults(Vec::new());
+        let mut faults = Faults::default();
         let model = faults.take(Model::parse(&format!("{path}.model"), &spec.model));
         let unit = faults.take(check_unit(&format!("{path}.unit"), &spec.unit));
         let value =
@@ -455,7 +452,7 @@ impl ModelCap {
             (Some(model), Some(unit), Some(value), Some(window)) => {
                 Ok(ModelCap { key: ModelCapKey { model, dimension: DimensionKey { unit, window } }, value })
             }
-            _ => Err(faults.0),
+            _ => Err(faults.into_vec()),
         }
     }
 
@@ -467,23 +464,6 @@ impl ModelCap {
             unit: dimension.unit.name().to_owned(),
             window: dimension.window.to_string(),
         }
-    }
-}
-
-/// The mistakes found so far.
-struct Faults(Vec<InvalidField>);
-
-impl Faults {
-    fn add(&mut self, field: impl Into<String>, given: impl std::fmt::Debug, accepted: &str) {
-        self.0.push(InvalidField::new(field, given, accepted));
-    }
-
-    fn take<T>(&mut self, parsed: Result<T, InvalidField>) -> Option<T> {
-        parsed.map_err(|fault| self.0.push(fault)).ok()
-    }
-
-    fn take_all<T>(&mut self, parsed: Result<T, Vec<InvalidField>>) -> Option<T> {
-        parsed.map_err(|faults| self.0.extend(faults)).ok()
     }
 }
 

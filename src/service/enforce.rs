@@ -1,0 +1,134 @@
+//! May this key use this connection now?
+
+use std::sync::Arc;
+
+use super::{LOOKS_MAX, Service, explain, is_gone};
+use crate::{
+    core::{
+        admission::{Reading, Reserved, Verdict},
+        charge::Charge,
+        directory::PoolEntry,
+        ids::{ApiKeyId, ConnectionId, Fingerprint, Model},
+        ledger::HoldRequest,
+        units::Cost,
+    },
+    store::LedgerError,
+};
+
+/// The question.
+#[derive(Clone, Debug)]
+pub struct EnforceCall {
+    /// Who asks.
+    pub api_key: ApiKeyId,
+    /// Which connection is to serve the request.
+    pub connection: ConnectionId,
+    /// For which model.
+    pub model: Option<Model>,
+    /// What the request is expected to cost.
+    pub estimate: Cost,
+    /// Hold the estimate; `None`: check only.
+    pub reserve: Option<Reserve>,
+}
+
+/// How to hold an estimate.
+#[derive(Clone, Debug)]
+pub struct Reserve {
+    /// How long, in ms: 1 to an hour.
+    pub for_ms: u64,
+    /// The caller's name for the attempt; may be empty.
+    pub request_id: String,
+}
+
+/// The answer.
+#[derive(Clone, Debug)]
+pub struct Decision {
+    /// Revision of the configuration that was used.
+    pub config_revision: u64,
+    /// `None`: no pool lists both key and connection, so there is nothing to enforce.
+    pub decided: Option<Decided>,
+}
+
+/// The answer of a pool.
+#[derive(Clone, Debug)]
+pub struct Decided {
+    /// The pool.
+    pub entry: Arc<PoolEntry>,
+    /// What was asked of its counters.
+    pub charge: Charge,
+    /// What they held before this request.
+    pub reading: Reading,
+    /// What the rule says, whether or not it binds.
+    pub verdict: Verdict,
+    /// What was held.
+    pub reserved: Option<Reserved>,
+    /// One sentence for the router's client; empty unless blocked or deprioritised.
+    pub message: String,
+}
+
+impl Decided {
+    /// The verdict blocks, and the pool means it. A reservation that was made before stands.
+    pub fn is_blocked(&self) -> bool {
+        self.verdict.block().is_some() && !self.charge.shadow && !self.is_repeated()
+    }
+
+    /// An earlier call with the same request id was allowed.
+    pub fn is_repeated(&self) -> bool {
+        self.reserved.is_some_and(|reserved| reserved.repeated)
+    }
+}
+
+impl Service {
+    /// Decides, and holds the estimate if that is asked for and the answer is to allow.
+    pub async fn enforce(&self, call: EnforceCall) -> Result<Decision, LedgerError> {
+        let mut looks = 1;
+        loop {
+            let decision = self.decide(&call, true).await;
+            if !is_gone(&decision) || looks == LOOKS_MAX {
+                return decision;
+            }
+            looks += 1;
+        }
+    }
+
+    /// What [`enforce`](Service::enforce) would answer, without any effect.
+    pub async fn preview(&self, call: EnforceCall) -> Result<Decision, LedgerError> {
+        self.decide(&EnforceCall { reserve: None, ..call }, false).await
+    }
+
+    async fn decide(&self, call: &EnforceCall, for_real: bool) -> Result<Decision, LedgerError> {
+        let directory = self.0.directory.load_full();
+        let config_revision = directory.revision();
+        let Some((entry, allocation)) = directory.find(&call.api_key, &call.connection) else {
+            return Ok(Decision { config_revision, decided: None });
+        };
+        if for_real {
+            self.matched(entry);
+        }
+        let threshold = self.0.settings.saturation_threshold;
+        let charge = Charge::new(entry, allocation, call.model.as_ref(), &call.estimate, threshold);
+        let (reading, reserved) = match &call.reserve {
+            None => (self.0.ledger.check(&charge).await?, None),
+            Some(reserve) => {
+                let enforced = self.0.ledger.enforce(&charge, hold_request(call, reserve)).await?;
+                (enforced.reading, enforced.reserved)
+            }
+        };
+        let verdict = Verdict::of(&charge, &reading);
+        let message = explain::message(&entry.pool, &charge, &reading, &verdict);
+        let entry = Arc::clone(entry);
+        let decided = Some(Decided { entry, charge, reading, verdict, reserved, message });
+        Ok(Decision { config_revision, decided })
+    }
+}
+
+fn hold_request(call: &EnforceCall, reserve: &Reserve) -> HoldRequest {
+    let model = call.model.as_ref().map_or("", Model::as_str);
+    HoldRequest {
+        random: rand::random(),
+        connection: call.connection.clone(),
+        model: call.model.clone(),
+        reserve_for_ms: reserve.for_ms,
+        request_id: reserve.request_id.clone(),
+        fingerprint: Fingerprint::of(&call.api_key, model, &call.estimate),
+    }
+}

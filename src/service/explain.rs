@@ -1,0 +1,112 @@
+//! A verdict in one sentence, for people who were refused: whose limit it was, with numbers.
+
+use crate::core::{
+    admission::{BlockReason, Level, Reading, Verdict},
+    charge::{Charge, Check},
+    pool::Pool,
+    units::Unit,
+};
+
+/// One sentence about `verdict`; empty if the request is allowed at its usual rank.
+pub(super) fn message(pool: &Pool, charge: &Charge, reading: &Reading, verdict: &Verdict) -> String {
+    let blocked = verdict.blocked_by.and_then(|index| Some((index, verdict.findings[index].block?)));
+    if let Some((index, reason)) = blocked {
+        let sentence = Sentence::new(pool, charge, reading, index);
+        return format!("{}{}.", sentence.refusal(reason), wait(verdict.retry_after_ms[index]));
+    }
+    let Some(index) = verdict.findings.iter().position(|finding| finding.deprioritize) else {
+        return String::new();
+    };
+    let sentence = Sentence::new(pool, charge, reading, index);
+    format!("{}: allowed under the policy SOFT, at a lower rank.", sentence.refusal(BlockReason::FairShare))
+}
+
+struct Sentence<'a> {
+    pool: &'a Pool,
+    charge: &'a Charge,
+    check: &'a Check,
+    level: Level,
+}
+
+impl<'a> Sentence<'a> {
+    fn new(pool: &'a Pool, charge: &'a Charge, reading: &Reading, index: usize) -> Self {
+        let check = &charge.checks[index];
+        let level = reading.counters[index].level(check.counter.dimension.window, reading.at);
+        Self { pool, charge, check, level }
+    }
+
+    fn refusal(&self, reason: BlockReason) -> String {
+        let (pool, key) = (&self.pool.name, &self.charge.api_key);
+        let bounds = &self.check.bounds;
+        let dimension = self.check.counter.dimension;
+        let key_used = self.level.key_consumed + self.level.key_reserved;
+        let pool_used = self.level.pool_consumed + self.level.pool_reserved;
+        match reason {
+            BlockReason::ExceedsLimit => {
+                let least = [bounds.per_connection, bounds.limit, bounds.cap].into_iter().flatten();
+                let least = least.fold(f64::INFINITY, f64::min);
+                let whose = if bounds.cap == Some(least) { "the cap of key" } else { "the limit for key" };
+                format!(
+                    "this request is expected to use {} {}, more than {whose} {key} in pool {pool:?} can ever be: {}",
+                    self.amount(self.check.estimate.as_f64()),
+                    dimension,
+                    self.amount(least),
+                )
+            }
+            BlockReason::CapAbsolute => {
+                format!(
+                    "key {key} has {} in pool {pool:?}{}",
+                    self.used_of(key_used, bounds.cap, "cap"),
+                    self.asks()
+                )
+            }
+            BlockReason::ModelCap => {
+                let model = self.check.counter.model.as_ref().map_or("", |model| model.as_str());
+                let used = self.used_of(key_used, bounds.cap, "cap");
+                format!("key {key} has {used} for model {model} in pool {pool:?}{}", self.asks())
+            }
+            BlockReason::GlobalSaturated => {
+                format!("pool {pool:?} has {}{}", self.used_of(pool_used, bounds.limit, "limit"), self.asks())
+            }
+            BlockReason::FairShare => format!(
+                "key {key} has {} in pool {pool:?}, which holds keys to their shares with {} of {} used{}",
+                self.used_of(key_used, bounds.fair_share, "fair share"),
+                self.amount(pool_used),
+                self.amount(bounds.limit.unwrap_or_default()),
+                self.asks(),
+            ),
+        }
+    }
+
+    fn used_of(&self, used: f64, bound: Option<f64>, what: &str) -> String {
+        let bound = self.amount(bound.unwrap_or_default());
+        format!("used {} of its {what} of {bound} {}", self.amount(used), self.check.counter.dimension)
+    }
+
+    fn asks(&self) -> String {
+        match self.check.estimate.as_f64() {
+            0.0 => String::new(),
+            estimate => format!(" and this request is expected to use {}", self.amount(estimate)),
+        }
+    }
+
+    /// Steps in the unit, without the noise of the last binary digits.
+    fn amount(&self, steps: f64) -> String {
+        let unit: Unit = self.check.counter.dimension.unit;
+        let value = (unit.from_steps(steps) * 1e6).round() / 1e6;
+        value.to_string()
+    }
+}
+
+fn wait(retry_after_ms: Option<u64>) -> String {
+    match retry_after_ms {
+        None => "; no wait will help".to_owned(),
+        Some(ms) => {
+            let seconds = ms.div_ceil(1_000);
+            let (hours, minutes, seconds) = (seconds / 3_600, seconds / 60 % 60, seconds % 60);
+            let parts = [(hours, "h"), (minutes, "min"), (seconds, "s")];
+            let parts = parts.into_iter().filter(|(n, _)| *n > 0).map(|(n, unit)| format!("{n} {unit}"));
+            format!("; try again in {}", parts.collect::<Vec<_>>().join(" "))
+        }
+    }
+}

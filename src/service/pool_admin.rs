@@ -1,0 +1,187 @@
+//! Writes of administrators: pools, allocations and plans, one change at a time.
+
+use std::sync::Arc;
+
+use uuid::Uuid;
+
+use super::Service;
+use crate::{
+    core::{
+        directory::{Change, ChangeRefused, PlanInForce, PoolEntry, Write},
+        ids::{ApiKeyId, ConnectionId, InvalidField, PoolId},
+        plan::{DimensionKey, PlanSpec},
+        pool::{AllocationSpec, PoolSpec},
+        units::Timestamp,
+    },
+    store::{LedgerError, StoreError},
+};
+
+/// Why an administrator's call was refused. Nothing has changed.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum AdminError {
+    /// The configuration does not take it.
+    #[error(transparent)]
+    Refused(#[from] ChangeRefused),
+    /// It could not be written.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The counters gave no answer.
+    #[error(transparent)]
+    Ledger(#[from] LedgerError),
+}
+
+/// A pool and what this replica has seen of it.
+#[derive(Clone, Debug)]
+pub struct PoolView {
+    /// The pool.
+    pub entry: Arc<PoolEntry>,
+    /// When a call last matched it; `None`: never since it was created or this replica started.
+    pub last_matched: Option<Timestamp>,
+}
+
+impl Service {
+    /// A pool by its id.
+    pub fn pool(&self, id: &PoolId) -> Result<PoolView, AdminError> {
+        let entry = Arc::clone(self.directory().pool(id)?);
+        let last_matched = self.last_matched(&entry);
+        Ok(PoolView { entry, last_matched })
+    }
+
+    /// A new pool; one without an id gets one.
+    pub async fn create_pool(&self, mut spec: PoolSpec) -> Result<Arc<PoolEntry>, AdminError> {
+        if spec.pool_id.is_empty() {
+            let now = self.0.clock.now().unix_ms();
+            let (seconds, nanos) = (now / 1_000, (now % 1_000 * 1_000_000) as u32);
+            let timestamp = uuid::Timestamp::from_unix(uuid::NoContext, seconds, nanos);
+            spec.pool_id = Uuid::new_v7(timestamp).to_string();
+        }
+        self.put_pool(Change::CreatePool(spec)).await
+    }
+
+    /// Replaces all of a pool but its id and history.
+    pub async fn update_pool(&self, spec: PoolSpec, revision: u64) -> Result<Arc<PoolEntry>, AdminError> {
+        self.put_pool(Change::UpdatePool { spec, revision }).await
+    }
+
+    /// Adds or replaces the allocation of one key.
+    pub async fn put_allocation(
+        &self,
+        pool: PoolId,
+        allocation: AllocationSpec,
+        revision: u64,
+    ) -> Result<Arc<PoolEntry>, AdminError> {
+        self.put_pool(Change::PutAllocation { pool, allocation, revision }).await
+    }
+
+    /// Removes a key from a pool; false if it was not in it.
+    pub async fn delete_allocation(
+        &self,
+        pool: PoolId,
+        api_key: ApiKeyId,
+        revision: u64,
+    ) -> Result<(Arc<PoolEntry>, bool), AdminError> {
+        match self.change(Change::DeleteAllocation { pool: pool.clone(), api_key, revision }).await? {
+            Some(Write::PutPool(entry)) => Ok((entry, true)),
+            _ => Ok((self.pool(&pool)?.entry, false)),
+        }
+    }
+
+    /// Removes a pool, its allocations and its counters; false if there was none.
+    pub async fn delete_pool(&self, pool: PoolId, revision: u64) -> Result<bool, AdminError> {
+        Ok(self.change(Change::DeletePool { pool, revision }).await?.is_some())
+    }
+
+    /// Stores a plan; returns it and things that are probably not meant.
+    pub async fn put_plan(
+        &self,
+        spec: PlanSpec,
+        revision: u64,
+    ) -> Result<(PlanInForce, Vec<String>), AdminError> {
+        let Some(Write::PutPlan(entry)) = self.change(Change::PutPlan { spec, revision }).await? else {
+            unreachable!("putting a plan writes it");
+        };
+        let connection = &entry.plan.connection;
+        let directory = self.directory();
+        let pool = directory.pool_of(connection).filter(|pool| pool.pool.primary() != connection);
+        let warnings = pool.map(|pool| {
+            let (id, primary) = (&pool.pool.id, pool.pool.primary());
+            format!(
+                "the plan is not in force: connection {connection} is in pool {id}, whose plan is that of its primary \
+                 connection {primary}"
+            )
+        });
+        Ok((PlanInForce::from(&*entry), warnings.into_iter().collect()))
+    }
+
+    /// Forgets a stored plan; returns the plan now in force.
+    pub async fn delete_plan(
+        &self,
+        connection: ConnectionId,
+        revision: u64,
+    ) -> Result<PlanInForce, AdminError> {
+        let change = Change::DeletePlan { connection: connection.clone(), revision };
+        let former = self.directory().plan_in_force(&connection, "").provider;
+        self.change(change).await?;
+        // A connection in no pool goes back to the plan of the provider that its stored plan named.
+        Ok(self.directory().plan_in_force(&connection, &former))
+    }
+
+    /// Sets consumption to zero: of one key or of all, in one dimension or in all.
+    pub async fn reset_usage(
+        &self,
+        pool: &PoolId,
+        api_key: Option<&ApiKeyId>,
+        dimension: Option<DimensionKey>,
+    ) -> Result<(), AdminError> {
+        let entry = Arc::clone(self.directory().pool(pool)?);
+        let known = entry.dimension_keys();
+        if let Some(dimension) = dimension
+            && !known.contains(&dimension)
+        {
+            let known: Vec<String> = known.iter().map(ToString::to_string).collect();
+            let accepted = format!("a dimension of the pool's plan ({})", known.join(", "));
+            let fault = InvalidField::new("window", dimension.to_string(), accepted);
+            return Err(ChangeRefused::Invalid(vec![fault]).into());
+        }
+        Ok(self.0.ledger.reset(entry.history.created_revision, api_key, dimension).await?)
+    }
+
+    async fn put_pool(&self, change: Change) -> Result<Arc<PoolEntry>, AdminError> {
+        match self.change(change).await? {
+            Some(Write::PutPool(entry)) => Ok(entry),
+            _ => unreachable!("putting a pool or an allocation writes a pool"),
+        }
+    }
+
+    /// Applies a change: durable first, then in force. `None` if there was nothing to do.
+    ///
+    /// It goes on when the caller hangs up, so that what is stored is also in force.
+    async fn change(&self, change: Change) -> Result<Option<Write>, AdminError> {
+        let service = self.clone();
+        let task = tokio::spawn(async move { service.change_in_turn(change).await });
+        task.await.unwrap_or_else(|ended| {
+            let source = Arc::new(ended);
+            let (store, doing) = ("this replica", "changing the configuration");
+            Err(StoreError::Unavailable { store, doing, source }.into())
+        })
+    }
+
+    async fn change_in_turn(&self, change: Change) -> Result<Option<Write>, AdminError> {
+        let _turn = self.0.turn.lock().await;
+        let directory = self.0.directory.load_full();
+        let Some(applied) = directory.apply(change, self.0.clock.now())? else { return Ok(None) };
+        self.0.store.commit(applied.next.revision(), &applied.write).await?;
+        self.0.directory.store(Arc::new(applied.next));
+        if let Write::DeletePool(_, life) = &applied.write {
+            self.0.matched.pin().remove(life);
+            if let Err(error) = self.0.ledger.remove(*life).await {
+                // The pool is gone and nothing reads its counters any more; their rows go with the retention.
+                tracing::warn!(
+                    error = &error as &dyn std::error::Error,
+                    "counters of a deleted pool were left on disk"
+                );
+            }
+        }
+        Ok(Some(applied.write))
+    }
+}

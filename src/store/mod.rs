@@ -1,0 +1,148 @@
+//! Where counters and the configuration live: the promises that every driver keeps.
+
+pub mod sqlite;
+
+use std::{error::Error, fmt, sync::Arc};
+
+use async_trait::async_trait;
+
+use crate::core::{
+    admission::Reading,
+    charge::Charge,
+    directory::{Directory, Write},
+    ids::{ApiKeyId, PoolRevision, ReservationId},
+    ledger::{
+        Consumption, Contradiction, Enforced, Hold, HoldRequest, Recorded, ReservationState, Settlement,
+        UsageReading,
+    },
+    plan::DimensionKey,
+    units::Timestamp,
+};
+
+/// A place in a listing of reservations: the deadline and the random part of the id of the last one shown.
+pub type ReservationPlace = (Timestamp, [u8; 12]);
+
+/// Counters, reservations and remembered ids of pools, each named by one life of the pool.
+///
+/// Every driver keeps these promises:
+///
+/// 1. **Same answer.** For equal histories a driver gives the answers of
+///    [`PoolLedger`](crate::core::ledger::PoolLedger).
+/// 2. **All or nothing.** A call has all of its effects or none, and no other call sees a part of them.
+/// 3. **One clock.** All calls of a pool are decided by one clock, which never goes back.
+/// 4. **Durable before the answer.** What is answered with `Ok` survives what the driver's documentation says it
+///    survives. A call that is answered with an error had no effect, unless the error says otherwise.
+/// 5. **Gone is gone.** After [`remove`](Ledger::remove) every call on that life of the pool is
+///    [`LedgerError::PoolRemoved`].
+///
+/// A caller that drops a call's future may or may not have its effect.
+#[async_trait]
+pub trait Ledger: fmt::Debug + Send + Sync + 'static {
+    /// Reads what `charge` needs for a decision, without any effect.
+    async fn check(&self, charge: &Charge) -> Result<Reading, LedgerError>;
+
+    /// Decides on `charge` and holds its estimates if it passes.
+    async fn enforce(&self, charge: &Charge, wish: HoldRequest) -> Result<Enforced, LedgerError>;
+
+    /// Counts a cost once, and gives back the reservation that it settles.
+    async fn record(&self, pool: PoolRevision, consumption: &Consumption) -> Result<Recorded, LedgerError>;
+
+    /// Gives a reservation back without any cost; false if it is not open. `api_key`, if given, must be its key.
+    async fn release(&self, id: ReservationId, api_key: Option<&ApiKeyId>) -> Result<bool, LedgerError>;
+
+    /// What `pool` knows of a reservation that `consumption`, which counts elsewhere or nowhere, settles.
+    async fn reservation(
+        &self,
+        pool: PoolRevision,
+        consumption: &Consumption,
+        settles: Settlement,
+    ) -> Result<ReservationState, LedgerError>;
+
+    /// What usage shows of `dimensions`.
+    async fn usage(
+        &self,
+        pool: PoolRevision,
+        dimensions: &[DimensionKey],
+    ) -> Result<UsageReading, LedgerError>;
+
+    /// Open reservations after `after`, the oldest deadline first, of one key or of all; at most `count`.
+    async fn reservations(
+        &self,
+        pool: PoolRevision,
+        after: Option<ReservationPlace>,
+        api_key: Option<&ApiKeyId>,
+        count: usize,
+    ) -> Result<Vec<(ReservationId, Arc<Hold>)>, LedgerError>;
+
+    /// Sets what is recorded to zero: of one key or of all, in one dimension or, model caps included, in all.
+    async fn reset(
+        &self,
+        pool: PoolRevision,
+        api_key: Option<&ApiKeyId>,
+        dimension: Option<DimensionKey>,
+    ) -> Result<(), LedgerError>;
+
+    /// Removes all that is kept of a life of a pool.
+    async fn remove(&self, pool: PoolRevision) -> Result<(), LedgerError>;
+}
+
+/// Where pools and plans are kept.
+#[async_trait]
+pub trait DirectoryStore: fmt::Debug + Send + Sync + 'static {
+    /// Makes `write` durable and the revision `next`, if the stored one is the one before it.
+    async fn commit(&self, next: u64, write: &Write) -> Result<(), StoreError>;
+
+    /// All that is stored.
+    async fn load(&self) -> Result<Directory, StoreError>;
+}
+
+/// No answer was given.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum LedgerError {
+    /// The call contradicts an earlier one.
+    #[error(transparent)]
+    Contradiction(#[from] Contradiction),
+    /// This life of the pool is over.
+    #[error("the pool was deleted meanwhile")]
+    PoolRemoved,
+    /// A bound of the process is reached.
+    #[error("this replica is full: it keeps at most {max} {what}")]
+    Full {
+        /// Of what.
+        what: &'static str,
+        /// How many.
+        max: usize,
+    },
+    /// The store failed.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// The store gave no usable answer.
+///
+/// Cheap to clone: one failure can be the answer to every call in a batch.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum StoreError {
+    /// The same call may work in a moment.
+    #[error("{store} failed while {doing}: {source}")]
+    Unavailable {
+        /// Which store.
+        store: &'static str,
+        /// What it was asked to do.
+        doing: &'static str,
+        /// What it said.
+        source: Arc<dyn Error + Send + Sync>,
+    },
+    /// The store holds something that this version did not write. Somebody has to look.
+    #[error("{store} holds {found} as {what}: {expected}")]
+    Corrupt {
+        /// Which store.
+        store: &'static str,
+        /// What was read.
+        what: String,
+        /// The value, shortened if it is long.
+        found: String,
+        /// What would be right.
+        expected: String,
+    },
+}

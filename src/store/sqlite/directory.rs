@@ -1,0 +1,142 @@
+//! Pools and plans as documents in SQLite.
+
+use async_trait::async_trait;
+use sqlx::{Row, SqlitePool, sqlite::SqliteRow};
+
+use super::{STORE, SqliteStore, corrupt, unavailable, unsigned};
+use crate::{
+    core::{
+        directory::{Directory, PlanEntry, PoolHistory, Write},
+        ids::{InvalidField, PoolRevision},
+        plan::{Plan, PlanSpec},
+        pool::{Pool, PoolSpec},
+        units::Timestamp,
+    },
+    store::{DirectoryStore, StoreError},
+};
+
+/// Pools and plans in the file of a [`SqliteStore`].
+#[derive(Debug)]
+pub struct SqliteDirectory {
+    connection: SqlitePool,
+}
+
+impl SqliteDirectory {
+    /// The documents of `store`.
+    pub fn new(store: &SqliteStore) -> Self {
+        Self { connection: store.connection.clone() }
+    }
+}
+
+#[async_trait]
+impl DirectoryStore for SqliteDirectory {
+    async fn commit(&self, next: u64, write: &Write) -> Result<(), StoreError> {
+        let failed = unavailable("writing the configuration");
+        let mut transaction = self.connection.begin_with("BEGIN IMMEDIATE").await.map_err(&failed)?;
+        let moved = sqlx::query("UPDATE service SET config_revision = ?1 WHERE config_revision = ?1 - 1")
+            .bind(next as i64)
+            .execute(&mut *transaction)
+            .await
+            .map_err(&failed)?;
+        if moved.rows_affected() != 1 {
+            return Err(corrupt("config_revision", "another revision", format!("the one before {next}")));
+        }
+        let statement = match write {
+            Write::PutPool(entry) => {
+                let PoolHistory { created_revision, revision, created_at, updated_at } = entry.history;
+                sqlx::query(
+                    "INSERT INTO pools (pool_id, created_revision, revision, created_ms, updated_ms, document)
+                     VALUES (?1, ?2, ?3, ?4, ?5, ?6)
+                     ON CONFLICT (pool_id) DO UPDATE SET revision = ?3, updated_ms = ?5, document = ?6",
+                )
+                .bind(entry.pool.id.as_str())
+                .bind(created_revision.0 as i64)
+                .bind(revision as i64)
+                .bind(created_at.unix_ms() as i64)
+                .bind(updated_at.unix_ms() as i64)
+                .bind(document(&entry.pool.to_spec()))
+            }
+            Write::DeletePool(id, _) => sqlx::query("DELETE FROM pools WHERE pool_id = ?1").bind(id.as_str()),
+            Write::PutPlan(entry) => sqlx::query(
+                "INSERT OR REPLACE INTO plans (connection_id, revision, document) VALUES (?1, ?2, ?3)",
+            )
+            .bind(entry.plan.connection.as_str())
+            .bind(entry.revision as i64)
+            .bind(document(&entry.plan.to_spec())),
+            Write::DeletePlan(connection) => {
+                sqlx::query("DELETE FROM plans WHERE connection_id = ?1").bind(connection.as_str())
+            }
+        };
+        statement.execute(&mut *transaction).await.map_err(&failed)?;
+        transaction.commit().await.map_err(&failed)
+    }
+
+    async fn load(&self) -> Result<Directory, StoreError> {
+        let failed = unavailable("reading the configuration");
+        let revision: i64 = sqlx::query_scalar("SELECT config_revision FROM service")
+            .fetch_one(&self.connection)
+            .await
+            .map_err(&failed)?;
+        let plans = sqlx::query("SELECT connection_id, revision, document FROM plans")
+            .fetch_all(&self.connection)
+            .await
+            .map_err(&failed)?;
+        let pools = sqlx::query(
+            "SELECT pool_id, created_revision, revision, created_ms, updated_ms, document FROM pools",
+        )
+        .fetch_all(&self.connection)
+        .await
+        .map_err(&failed)?;
+        let plans = plans.iter().map(read_plan).collect::<Result<_, _>>()?;
+        let pools = pools.iter().map(read_pool).collect::<Result<_, _>>()?;
+        Directory::restore(unsigned("config_revision", revision)?, plans, pools).map_err(|refused| {
+            corrupt("the pools", refused.to_string(), "pools that do not share a connection")
+        })
+    }
+}
+
+fn document(spec: &impl serde::Serialize) -> String {
+    serde_json::to_string(spec).expect("a spec has string keys and finite numbers, so it is JSON")
+}
+
+fn read_plan(row: &SqliteRow) -> Result<PlanEntry, StoreError> {
+    let name = format!("the plan of {}", text(row, "connection_id")?);
+    let spec: PlanSpec = parse(&name, &text(row, "document")?)?;
+    let plan = Plan::check("plan", &spec).map_err(|faults| invalid(&name, &faults))?;
+    Ok(PlanEntry { plan, revision: number(row, "revision")? })
+}
+
+fn read_pool(row: &SqliteRow) -> Result<(Pool, PoolHistory), StoreError> {
+    let name = format!("pool {}", text(row, "pool_id")?);
+    let spec: PoolSpec = parse(&name, &text(row, "document")?)?;
+    let pool = Pool::check("pool", &spec).map_err(|faults| invalid(&name, &faults))?;
+    let history = PoolHistory {
+        created_revision: PoolRevision(number(row, "created_revision")?),
+        revision: number(row, "revision")?,
+        created_at: Timestamp::from_unix_ms(number(row, "created_ms")?),
+        updated_at: Timestamp::from_unix_ms(number(row, "updated_ms")?),
+    };
+    Ok((pool, history))
+}
+
+fn parse<T: serde::de::DeserializeOwned>(name: &str, document: &str) -> Result<T, StoreError> {
+    serde_json::from_str(document).map_err(|error| corrupt(name, document, error.to_string()))
+}
+
+fn invalid(name: &str, faults: &[InvalidField]) -> StoreError {
+    let faults: Vec<String> = faults.iter().map(ToString::to_string).collect();
+    StoreError::Corrupt {
+        store: STORE,
+        what: name.to_owned(),
+        found: "a document that is not valid".to_owned(),
+        expected: faults.join("; "),
+    }
+}
+
+fn text(row: &SqliteRow, column: &str) -> Result<String, StoreError> {
+    row.try_get(column).map_err(unavailable("reading the configuration"))
+}
+
+fn number(row: &SqliteRow, column: &str) -> Result<u64, StoreError> {
+    unsigned(column, row.try_get(column).map_err(unavailable("reading the configuration"))?)
+}

@@ -1,0 +1,152 @@
+//! The embedded driver: counters in memory, every write in one SQLite file before its answer.
+//!
+//! The file is written in WAL mode with `synchronous=FULL`: what was acknowledged survives `kill -9` and, as far as the
+//! disk keeps its word, a power cut.
+
+mod directory;
+mod ledger;
+mod rows;
+mod writer;
+
+use std::{
+    fs::{File, OpenOptions, TryLockError},
+    io::{self, Read, Seek, Write},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use sqlx::{
+    ConnectOptions, SqlitePool,
+    sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous},
+};
+
+pub use directory::SqliteDirectory;
+pub use ledger::{SqliteLedger, Sweep};
+
+use super::StoreError;
+
+const STORE: &str = "the SQLite file";
+const FILE: &str = "storage.sqlite";
+const LOCK_FILE: &str = "quota-share.lock";
+/// How long a statement waits for another process, such as a backup, to let go of the file.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The data directory, held by this process alone.
+#[derive(Debug)]
+pub struct SqliteStore {
+    path: PathBuf,
+    /// The one connection: SQLite has one writer at a time, and readers only at start.
+    connection: SqlitePool,
+    /// Unlocked when it is dropped.
+    _lock: File,
+}
+
+/// Why the data directory cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// Another process has it.
+    #[error("{folder} is in use by the process {pid}: stop it, or set DATA_DIR to another folder")]
+    InUse {
+        /// The data directory.
+        folder: PathBuf,
+        /// The other process.
+        pid: String,
+    },
+    /// It cannot be made, read or written.
+    #[error("{path} cannot be used: {source}")]
+    Folder {
+        /// The folder or file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The file is not a database of this version.
+    #[error("{path} cannot be opened: {source}")]
+    Database {
+        /// The file.
+        path: PathBuf,
+        /// What SQLite said.
+        source: sqlx::Error,
+    },
+    /// A migration failed, or the file has met a newer version of the service.
+    #[error("{path} cannot be brought to this version: {source}")]
+    Migration {
+        /// The file.
+        path: PathBuf,
+        /// What went wrong.
+        source: sqlx::migrate::MigrateError,
+    },
+}
+
+impl SqliteStore {
+    /// Takes `folder`, which is made if it is missing, and brings its database to this version.
+    pub async fn open(folder: &Path) -> Result<Self, OpenError> {
+        std::fs::create_dir_all(folder)
+            .map_err(|source| OpenError::Folder { path: folder.to_owned(), source })?;
+        let lock = lock(folder)?;
+        let path = folder.join(FILE);
+        let options = SqliteConnectOptions::new()
+            .filename(&path)
+            .create_if_missing(true)
+            .journal_mode(SqliteJournalMode::Wal)
+            .synchronous(SqliteSynchronous::Full)
+            .busy_timeout(BUSY_TIMEOUT)
+            .disable_statement_logging();
+        let pool = SqlitePoolOptions::new().max_connections(1).idle_timeout(None).max_lifetime(None);
+        let connection = pool
+            .connect_with(options)
+            .await
+            .map_err(|source| OpenError::Database { path: path.clone(), source })?;
+        sqlx::migrate!("./migrations")
+            .run(&connection)
+            .await
+            .map_err(|source| OpenError::Migration { path: path.clone(), source })?;
+        Ok(Self { path, connection, _lock: lock })
+    }
+
+    /// The database file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Writes the log back into the file and lets go of both.
+    pub async fn close(&self) {
+        self.connection.close().await;
+    }
+}
+
+/// Takes the folder for this process; the lock file names it to whoever comes later.
+fn lock(folder: &Path) -> Result<File, OpenError> {
+    let path = folder.join(LOCK_FILE);
+    let failed = |source| OpenError::Folder { path: path.clone(), source };
+    let mut options = OpenOptions::new();
+    let mut file = options.read(true).write(true).create(true).truncate(false).open(&path).map_err(failed)?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => {
+            let mut pid = String::new();
+            file.read_to_string(&mut pid).map_err(failed)?;
+            return Err(OpenError::InUse { folder: folder.to_owned(), pid: pid.trim().to_owned() });
+        }
+        Err(TryLockError::Error(source)) => return Err(failed(source)),
+    }
+    file.set_len(0).and_then(|()| file.rewind()).map_err(failed)?;
+    writeln!(file, "{}", std::process::id()).map_err(failed)?;
+    Ok(file)
+}
+
+/// A failure of SQLite as every caller sees it.
+fn unavailable(doing: &'static str) -> impl Fn(sqlx::Error) -> StoreError {
+    move |source| StoreError::Unavailable { store: STORE, doing, source: Arc::new(source) }
+}
+
+fn corrupt(what: impl Into<String>, found: impl std::fmt::Debug, expected: impl Into<String>) -> StoreError {
+    let fault = crate::core::ids::InvalidField::new(what, found, expected);
+    StoreError::Corrupt { store: STORE, what: fault.field, found: fault.given, expected: fault.accepted }
+}
+
+/// A stored number that is never negative.
+fn unsigned(what: &str, stored: i64) -> Result<u64, StoreError> {
+    u64::try_from(stored).map_err(|_| corrupt(what, stored, "0 or more"))
+}

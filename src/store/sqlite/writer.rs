@@ -1,0 +1,96 @@
+//! The one writer: commits what all pools have gathered while the commit before was under way.
+
+use std::sync::Arc;
+
+use sqlx::SqlitePool;
+use tokio::sync::mpsc;
+
+use super::{
+    ledger::{Order, Shared, Slot, Waiting},
+    rows::Rows,
+    unavailable,
+};
+use crate::{
+    core::{ledger::CLOCK_STEP_MS, units::Timestamp},
+    store::StoreError,
+};
+
+/// Most pools whose changes share a commit: bounds the time that one commit takes.
+const POOLS_PER_COMMIT_MAX: usize = 4_096;
+
+/// Commits until it is told to stop and everything that was asked for before is durable.
+pub(super) async fn run(
+    shared: Arc<Shared>,
+    connection: SqlitePool,
+    mut orders: mpsc::UnboundedReceiver<Order>,
+    mut last_seen: Timestamp,
+) {
+    let mut received = Vec::new();
+    while orders.recv_many(&mut received, POOLS_PER_COMMIT_MAX).await > 0 {
+        let mut batch = Vec::with_capacity(received.len());
+        let mut rows = Rows::default();
+        for order in received.drain(..) {
+            let Order::Commit(slot) = order else {
+                // What was sent before is still received; nothing more can be sent.
+                orders.close();
+                continue;
+            };
+            let waiting = slot.start_commit();
+            for call in &waiting {
+                rows.add(slot.pool, &call.changes);
+            }
+            batch.push((slot, waiting));
+        }
+        last_seen = stand_still(last_seen, shared.clock.now());
+        let result = commit(&connection, &rows, last_seen).await;
+        if let Err(error) = &result {
+            let error = error as &dyn std::error::Error;
+            tracing::warn!(error, "a commit failed: its calls were answered with an error");
+        }
+        for (slot, waiting) in batch {
+            finish(&shared, &slot, waiting, &result);
+        }
+    }
+}
+
+/// The clock as the ledgers take it: back only by a step that is believed.
+fn stand_still(last_seen: Timestamp, clock: Timestamp) -> Timestamp {
+    if last_seen.ms_since(clock) > CLOCK_STEP_MS { clock } else { last_seen.max(clock) }
+}
+
+async fn commit(connection: &SqlitePool, rows: &Rows, last_seen: Timestamp) -> Result<(), StoreError> {
+    if rows.is_empty() {
+        return Ok(());
+    }
+    let failed = unavailable("committing");
+    let mut transaction = connection.begin_with("BEGIN IMMEDIATE").await.map_err(&failed)?;
+    rows.write(&mut transaction).await.map_err(&failed)?;
+    sqlx::query("UPDATE service SET last_seen_ms = ?1")
+        .bind(last_seen.unix_ms() as i64)
+        .execute(&mut *transaction)
+        .await
+        .map_err(&failed)?;
+    transaction.commit().await.map_err(&failed)
+}
+
+/// Answers the calls of a commit. If it failed, their effects are undone, and those of calls that were made on top of
+/// them.
+fn finish(shared: &Shared, slot: &Slot, waiting: Vec<Waiting>, result: &Result<(), StoreError>) {
+    let mut answered = waiting;
+    {
+        let mut state = slot.state.lock();
+        state.committing = false;
+        if result.is_err() {
+            answered.append(&mut state.waiting);
+            let changes = answered.iter_mut().flat_map(|call| std::mem::take(&mut call.changes)).collect();
+            if !state.removed {
+                state.ledger.revert(changes);
+                shared.account(&mut state);
+            }
+        }
+    }
+    for call in answered {
+        // A caller that has hung up has its effect all the same.
+        let _ = call.answer.send(result.clone());
+    }
+}

@@ -1,0 +1,647 @@
+//! Wire values to domain values and back. Structs are taken apart by name, so that a field added to the contract fails
+//! to compile here.
+
+use prost::Message;
+
+use super::{page::PAGE_BYTES_MAX, pb};
+use crate::{
+    core::{
+        admission::{self, BlockReason, Finding, Level, Mode, Used, Verdict},
+        charge::{Charge, Check, CounterKey},
+        directory::{PlanInForce, PlanSource, PoolEntry},
+        ids::{ApiKeyId, ConnectionId, Faults, InvalidField, Model, ReservationId, parse_text},
+        ledger::{Hold, RESERVE_MS_MAX},
+        plan::{Dimension, DimensionKey, DimensionSpec, PlanSpec, check_provider},
+        pool::{
+            Allocation, AllocationSpec, Cap, CapSpec, Enforcement, FailureMode, ModelCap, ModelCapSpec,
+            Policy, Pool, PoolSpec,
+        },
+        units::{Amount, Cost, Timestamp, Unit},
+        window::Window,
+    },
+    service::{Decided, Decision, EnforceCall, KeyRow, RecordCall, Reserve, Settings, UsageView},
+};
+
+type Checked<T> = Result<T, Vec<InvalidField>>;
+
+// ---- requests of the decision plane ----
+
+/// `path` is the request's place in another one, with its dot.
+pub(super) fn enforce(path: &str, request: pb::EnforceRequest) -> Checked<EnforceCall> {
+    let pb::EnforceRequest {
+        api_key_id,
+        connection_id,
+        provider,
+        model,
+        estimated_cost,
+        reserve_for,
+        request_id,
+    } = request;
+    let mut faults = Faults::default();
+    let at = |field: &str| format!("{path}{field}");
+    let api_key = faults.take(ApiKeyId::parse(&at("api_key_id"), &api_key_id));
+    let connection = faults.take(ConnectionId::parse(&at("connection_id"), &connection_id));
+    faults.take(check_provider(&at("provider"), &provider));
+    let model = optional_model(&at("model"), &model, &mut faults);
+    let estimate = cost(&at("estimated_cost"), estimated_cost, &mut faults);
+    faults.take(parse_text(&at("request_id"), &request_id, 0..=128));
+    let for_ms = reserve_for.and_then(|wire| faults.take(reserve_ms(&at("reserve_for"), &wire)));
+    let reserve = for_ms.map(|for_ms| Reserve { for_ms, request_id });
+    match (api_key, connection) {
+        (Some(api_key), Some(connection)) if faults.is_empty() => {
+            Ok(EnforceCall { api_key, connection, model, estimate, reserve })
+        }
+        _ => Err(faults.into_vec()),
+    }
+}
+
+pub(super) fn record(request: pb::RecordConsumptionRequest) -> Checked<RecordCall> {
+    // The headers and their age are not read yet.
+    let pb::RecordConsumptionRequest {
+        api_key_id,
+        connection_id,
+        provider,
+        model,
+        cost: wire_cost,
+        reservation_id,
+        idempotency_key,
+        provider_headers: _,
+        headers_age,
+    } = request;
+    let mut faults = Faults::default();
+    let api_key = faults.take(ApiKeyId::parse("api_key_id", &api_key_id));
+    let connection = faults.take(ConnectionId::parse("connection_id", &connection_id));
+    faults.take(check_provider("provider", &provider));
+    let model = optional_model("model", &model, &mut faults);
+    let cost = cost("cost", wire_cost, &mut faults);
+    faults.take(parse_text("reservation_id", &reservation_id, 0..=256));
+    faults.take(parse_text("idempotency_key", &idempotency_key, 0..=128));
+    if let Some(age) = headers_age
+        && duration_ms(&age).is_none()
+    {
+        faults.add("headers_age", seconds(&age), "a duration of 0 or more");
+    }
+    match (api_key, connection) {
+        (Some(api_key), Some(connection)) if faults.is_empty() => {
+            Ok(RecordCall { api_key, connection, model, cost, reservation_id, idempotency_key })
+        }
+        _ => Err(faults.into_vec()),
+    }
+}
+
+pub(super) fn release(request: pb::ReleaseReservationRequest) -> Checked<(String, Option<ApiKeyId>)> {
+    let pb::ReleaseReservationRequest { reservation_id, api_key_id } = request;
+    let mut faults = Faults::default();
+    faults.take(parse_text("reservation_id", &reservation_id, 1..=256));
+    let api_key = optional_key(&api_key_id, &mut faults);
+    if faults.is_empty() { Ok((reservation_id, api_key)) } else { Err(faults.into_vec()) }
+}
+
+pub(super) fn optional_key(given: &str, faults: &mut Faults) -> Option<ApiKeyId> {
+    let given = Some(given).filter(|text| !text.is_empty())?;
+    faults.take(ApiKeyId::parse("api_key_id", given))
+}
+
+fn optional_model(field: &str, given: &str, faults: &mut Faults) -> Option<Model> {
+    let given = Some(given).filter(|text| !text.is_empty())?;
+    faults.take(Model::parse(field, given))
+}
+
+/// Both or neither.
+pub(super) fn optional_dimension(unit: i32, window: &str, faults: &mut Faults) -> Option<DimensionKey> {
+    if unit == 0 && window.is_empty() {
+        return None;
+    }
+    let name = unit_name(unit);
+    let unit = Unit::from_name(&name);
+    if unit.is_none() {
+        faults.add("unit", name, "PERCENT, REQUESTS, TOKENS or USD, together with window, or neither");
+    }
+    let parsed = Window::parse(window);
+    if parsed.is_none() {
+        faults.add("window", window, &format!("{}, together with unit, or neither", Window::ACCEPTED));
+    }
+    Some(DimensionKey { unit: unit?, window: parsed? })
+}
+
+fn cost(path: &str, wire: Option<pb::Cost>, faults: &mut Faults) -> Cost {
+    let pb::Cost { requests, tokens, usd, percent } = wire.unwrap_or_default();
+    let mut whole = |field: &str, given: i64| match u64::try_from(given) {
+        Ok(steps) if steps <= Amount::MAX.steps() => Amount::saturating(steps),
+        _ => {
+            faults.add(format!("{path}.{field}"), given, "a whole number from 0 to 9e15");
+            Amount::ZERO
+        }
+    };
+    let requests = whole("requests", requests.unwrap_or(1));
+    let tokens = whole("tokens", tokens.unwrap_or(0));
+    let mut real = |unit: Unit, given: f64| {
+        unit.amount(given).unwrap_or_else(|| {
+            let accepted = format!("a number from 0 to {}", unit.max_input());
+            faults.add(format!("{path}.{unit}"), given, &accepted);
+            Amount::ZERO
+        })
+    };
+    let usd = real(Unit::Usd, usd.unwrap_or(0.0));
+    let percent = real(Unit::Percent, percent.unwrap_or(0.0));
+    Cost { requests, tokens, usd, percent }
+}
+
+fn reserve_ms(field: &str, wire: &prost_types::Duration) -> Result<u64, InvalidField> {
+    let ms = duration_ms(wire).filter(|ms| (1..=RESERVE_MS_MAX).contains(ms));
+    ms.ok_or_else(|| InvalidField::new(field, seconds(wire), "a duration from 0.001s to 3600s"))
+}
+
+/// Whole ms, rounded up; `None` if it is negative or not a duration.
+fn duration_ms(wire: &prost_types::Duration) -> Option<u64> {
+    let seconds = u64::try_from(wire.seconds).ok()?;
+    let nanos = u64::try_from(wire.nanos).ok().filter(|nanos| *nanos < 1_000_000_000)?;
+    seconds.checked_mul(1_000)?.checked_add(nanos.div_ceil(1_000_000))
+}
+
+fn seconds(wire: &prost_types::Duration) -> String {
+    format!("{} s and {} ns", wire.seconds, wire.nanos)
+}
+
+// ---- requests of administrators ----
+
+/// A revision that the caller knows; 0: not checked.
+pub(super) fn revision(field: &str, given: i64) -> Result<u64, InvalidField> {
+    u64::try_from(given)
+        .map_err(|_| InvalidField::new(field, given, "the stored revision, or 0 for no check"))
+}
+
+pub(super) fn pool_spec(wire: Option<pb::Pool>) -> Checked<(PoolSpec, u64)> {
+    let Some(wire) = wire else { return Err(vec![missing("pool")]) };
+    let pb::Pool {
+        pool_id,
+        name,
+        provider,
+        connection_ids,
+        allocations,
+        saturation_threshold,
+        enforcement,
+        failure_mode,
+        owner_reserve,
+        group,
+        created_at: _,
+        updated_at: _,
+        revision: given,
+    } = wire;
+    let mut faults = Faults::default();
+    let allocations = allocations.into_iter().enumerate().map(|(index, allocation)| {
+        allocation_from(&format!("pool.allocations[{index}]"), allocation, &mut faults)
+    });
+    let allocations = allocations.collect();
+    let revision = faults.take(revision("pool.revision", given));
+    let spec = PoolSpec {
+        pool_id,
+        name,
+        provider,
+        connection_ids,
+        allocations,
+        saturation_threshold,
+        enforcement: enforcement_from(enforcement, &mut faults),
+        failure_mode: failure_mode_from(failure_mode, &mut faults),
+        owner_reserve,
+        group,
+    };
+    let Some(revision) = revision.filter(|_| faults.is_empty()) else {
+        // What is wrong with the content is said in the same answer. A pool without an id would be given one.
+        let pool_id = if spec.pool_id.is_empty() { "new".to_owned() } else { spec.pool_id.clone() };
+        faults.take_all(Pool::check("pool", &PoolSpec { pool_id, ..spec }));
+        return Err(faults.into_vec());
+    };
+    Ok((spec, revision))
+}
+
+pub(super) fn allocation_spec(wire: Option<pb::Allocation>) -> Checked<AllocationSpec> {
+    let Some(wire) = wire else { return Err(vec![missing("allocation")]) };
+    let mut faults = Faults::default();
+    let spec = allocation_from("allocation", wire, &mut faults);
+    if faults.is_empty() { Ok(spec) } else { Err(faults.into_vec()) }
+}
+
+pub(super) fn plan_spec(wire: Option<pb::Plan>) -> Checked<(PlanSpec, u64)> {
+    let Some(wire) = wire else { return Err(vec![missing("plan")]) };
+    let pb::Plan { connection_id, provider, dimensions, source: _, revision: given } = wire;
+    let dimensions = dimensions.into_iter().map(|pb::Dimension { unit, window, limit }| DimensionSpec {
+        unit: unit_name(unit),
+        window,
+        limit,
+    });
+    let spec = PlanSpec { connection_id, provider, dimensions: dimensions.collect() };
+    let revision = revision("plan.revision", given).map_err(|fault| vec![fault])?;
+    Ok((spec, revision))
+}
+
+fn missing(field: &str) -> InvalidField {
+    InvalidField::new(field, "nothing", "a message")
+}
+
+fn allocation_from(path: &str, wire: pb::Allocation, faults: &mut Faults) -> AllocationSpec {
+    let pb::Allocation { api_key_id, weight, policy, cap, model_caps, exempt } = wire;
+    let policy = match pb::allocation::Policy::try_from(policy) {
+        Ok(pb::allocation::Policy::Unspecified | pb::allocation::Policy::Hard) => Policy::Hard,
+        Ok(pb::allocation::Policy::Soft) => Policy::Soft,
+        Ok(pb::allocation::Policy::Burst) => Policy::Burst,
+        Err(_) => {
+            faults.add(format!("{path}.policy"), policy, "HARD, SOFT or BURST");
+            Policy::Hard
+        }
+    };
+    let model_caps = model_caps.into_iter().map(|pb::ModelCap { model, value, unit, window }| ModelCapSpec {
+        model,
+        value,
+        unit: unit_name(unit),
+        window,
+    });
+    AllocationSpec {
+        api_key_id,
+        weight,
+        policy: policy.name().to_owned(),
+        cap: cap.map(|pb::Cap { value, unit, window }| CapSpec { value, unit: unit_name(unit), window }),
+        model_caps: model_caps.collect(),
+        exempt,
+    }
+}
+
+fn enforcement_from(wire: i32, faults: &mut Faults) -> Enforcement {
+    match pb::pool::Enforcement::try_from(wire) {
+        Ok(pb::pool::Enforcement::Unspecified | pb::pool::Enforcement::Enforce) => Enforcement::Enforce,
+        Ok(pb::pool::Enforcement::Shadow) => Enforcement::Shadow,
+        Err(_) => {
+            faults.add("pool.enforcement", wire, "ENFORCE or SHADOW");
+            Enforcement::Enforce
+        }
+    }
+}
+
+fn failure_mode_from(wire: i32, faults: &mut Faults) -> FailureMode {
+    match pb::pool::FailureMode::try_from(wire) {
+        Ok(pb::pool::FailureMode::Unspecified | pb::pool::FailureMode::FailOpen) => FailureMode::FailOpen,
+        Ok(pb::pool::FailureMode::FailClosed) => FailureMode::FailClosed,
+        Ok(pb::pool::FailureMode::FailLocal) => FailureMode::FailLocal,
+        Err(_) => {
+            faults.add("pool.failure_mode", wire, "FAIL_OPEN, FAIL_CLOSED or FAIL_LOCAL");
+            FailureMode::FailOpen
+        }
+    }
+}
+
+/// The name that the core knows a unit by; of no unit, a text that it refuses and that says what was given.
+fn unit_name(wire: i32) -> String {
+    match pb::dimension::Unit::try_from(wire) {
+        Ok(pb::dimension::Unit::Percent) => Unit::Percent.name().to_owned(),
+        Ok(pb::dimension::Unit::Requests) => Unit::Requests.name().to_owned(),
+        Ok(pb::dimension::Unit::Tokens) => Unit::Tokens.name().to_owned(),
+        Ok(pb::dimension::Unit::Usd) => Unit::Usd.name().to_owned(),
+        Ok(pb::dimension::Unit::Unspecified) => "UNIT_UNSPECIFIED".to_owned(),
+        Err(_) => wire.to_string(),
+    }
+}
+
+// ---- answers ----
+
+fn unit(unit: Unit) -> i32 {
+    let unit = match unit {
+        Unit::Percent => pb::dimension::Unit::Percent,
+        Unit::Requests => pb::dimension::Unit::Requests,
+        Unit::Tokens => pb::dimension::Unit::Tokens,
+        Unit::Usd => pb::dimension::Unit::Usd,
+    };
+    unit.into()
+}
+
+pub(super) fn timestamp(at: Timestamp) -> prost_types::Timestamp {
+    let ms = at.unix_ms();
+    // An instant in ms, divided by a thousand, fits i64.
+    prost_types::Timestamp { seconds: (ms / 1_000) as i64, nanos: (ms % 1_000 * 1_000_000) as i32 }
+}
+
+fn duration(ms: u64) -> prost_types::Duration {
+    prost_types::Duration { seconds: (ms / 1_000) as i64, nanos: (ms % 1_000 * 1_000_000) as i32 }
+}
+
+/// A revision is counted from 0, one by one: it fits i64.
+fn wire_revision(revision: u64) -> i64 {
+    revision as i64
+}
+
+fn text<T: ToString>(name: Option<&T>) -> String {
+    name.map(ToString::to_string).unwrap_or_default()
+}
+
+pub(super) fn pool(entry: &PoolEntry) -> pb::Pool {
+    let pool = &entry.pool;
+    pb::Pool {
+        pool_id: pool.id.to_string(),
+        name: pool.name.clone(),
+        provider: pool.provider.clone(),
+        connection_ids: pool.connections.iter().map(ToString::to_string).collect(),
+        allocations: pool.allocations.iter().map(allocation).collect(),
+        saturation_threshold: pool.saturation_threshold,
+        enforcement: match pool.enforcement {
+            Enforcement::Enforce => pb::pool::Enforcement::Enforce,
+            Enforcement::Shadow => pb::pool::Enforcement::Shadow,
+        }
+        .into(),
+        failure_mode: match pool.failure_mode {
+            FailureMode::FailOpen => pb::pool::FailureMode::FailOpen,
+            FailureMode::FailClosed => pb::pool::FailureMode::FailClosed,
+            FailureMode::FailLocal => pb::pool::FailureMode::FailLocal,
+        }
+        .into(),
+        owner_reserve: pool.owner_reserve(),
+        group: pool.group.clone(),
+        created_at: Some(timestamp(entry.history.created_at)),
+        updated_at: Some(timestamp(entry.history.updated_at)),
+        revision: wire_revision(entry.history.revision),
+    }
+}
+
+fn allocation(allocation: &Allocation) -> pb::Allocation {
+    let cap =
+        |cap: &Cap| pb::Cap { value: cap.value, unit: unit(cap.unit), window: text(cap.window.as_ref()) };
+    let model_cap = |ModelCap { key, value }: &ModelCap| pb::ModelCap {
+        model: key.model.to_string(),
+        value: *value,
+        unit: unit(key.dimension.unit),
+        window: key.dimension.window.to_string(),
+    };
+    pb::Allocation {
+        api_key_id: allocation.api_key.to_string(),
+        weight: allocation.weight(),
+        policy: policy(allocation.policy),
+        cap: allocation.cap.as_ref().map(cap),
+        model_caps: allocation.model_caps.iter().map(model_cap).collect(),
+        exempt: allocation.exempt,
+    }
+}
+
+fn policy(policy: Policy) -> i32 {
+    let policy = match policy {
+        Policy::Hard => pb::allocation::Policy::Hard,
+        Policy::Soft => pb::allocation::Policy::Soft,
+        Policy::Burst => pb::allocation::Policy::Burst,
+    };
+    policy.into()
+}
+
+pub(super) fn plan(plan: &PlanInForce) -> pb::Plan {
+    let dimension = |Dimension { key, limit }: &Dimension| pb::Dimension {
+        unit: unit(key.unit),
+        window: key.window.to_string(),
+        limit: *limit,
+    };
+    pb::Plan {
+        connection_id: text(plan.connection.as_ref()),
+        provider: plan.provider.clone(),
+        dimensions: plan.dimensions.iter().map(dimension).collect(),
+        source: match plan.source {
+            PlanSource::Manual => pb::plan::Source::Manual,
+            PlanSource::Catalog => pb::plan::Source::Catalog,
+            PlanSource::NoPlan => pb::plan::Source::NoPlan,
+        }
+        .into(),
+        revision: wire_revision(plan.revision),
+    }
+}
+
+pub(super) fn decision(decision: Decision, settings: &Settings) -> pb::EnforceResponse {
+    let allow = pb::EnforceResponse {
+        decision: pb::enforce_response::Decision::Allow.into(),
+        reason: pb::dimension_status::Reason::Ok.into(),
+        score_factor: 1.0,
+        config_revision: wire_revision(decision.config_revision),
+        ..Default::default()
+    };
+    let Some(decided) = decision.decided else {
+        return pb::EnforceResponse { reason: pb::dimension_status::Reason::NoPool.into(), ..allow };
+    };
+    let response = pb::EnforceResponse {
+        pool_id: decided.entry.pool.id.to_string(),
+        reservation_id: text(decided.reserved.map(|reserved| reserved.id).as_ref()),
+        reservation_expires_at: decided.reserved.map(|reserved| timestamp(reserved.deadline)),
+        repeated_request: decided.is_repeated(),
+        dimensions: dimensions(&decided),
+        shadow: decided.charge.shadow.then(|| shadow(&decided)),
+        ..allow
+    };
+    if decided.is_blocked() {
+        return pb::EnforceResponse {
+            decision: pb::enforce_response::Decision::Block.into(),
+            reason: reason(&decided),
+            retry_after: decided.verdict.retry_after_ms().map(duration),
+            blocked_by: decided
+                .verdict
+                .blocked_by
+                .map(|index| reference(&decided.charge.checks[index].counter)),
+            message: decided.message,
+            ..response
+        };
+    }
+    if decided.charge.shadow || decided.verdict.block().is_some() {
+        return response;
+    }
+    let deprioritize = decided.verdict.deprioritize();
+    pb::EnforceResponse {
+        reason: reason(&decided),
+        deprioritize,
+        score_factor: if deprioritize { settings.soft_deprioritize_factor } else { 1.0 },
+        message: decided.message,
+        ..response
+    }
+}
+
+/// What the verdict says, whether or not it binds.
+fn reason(decided: &Decided) -> i32 {
+    match decided.verdict.block() {
+        Some(reason) => block_reason(reason),
+        None if decided.entry.dimensions().is_empty() => pb::dimension_status::Reason::NoPlan.into(),
+        None => pb::dimension_status::Reason::Ok.into(),
+    }
+}
+
+fn block_reason(reason: BlockReason) -> i32 {
+    let reason = match reason {
+        BlockReason::ExceedsLimit => pb::dimension_status::Reason::ExceedsLimit,
+        BlockReason::CapAbsolute => pb::dimension_status::Reason::CapAbsolute,
+        BlockReason::ModelCap => pb::dimension_status::Reason::ModelCap,
+        BlockReason::GlobalSaturated => pb::dimension_status::Reason::GlobalSaturated,
+        BlockReason::FairShare => pb::dimension_status::Reason::FairShare,
+    };
+    reason.into()
+}
+
+fn shadow(decided: &Decided) -> pb::ShadowVerdict {
+    let decision = match decided.verdict.block() {
+        Some(_) => pb::enforce_response::Decision::Block,
+        None => pb::enforce_response::Decision::Allow,
+    };
+    pb::ShadowVerdict {
+        decision: decision.into(),
+        reason: reason(decided),
+        message: decided.message.clone(),
+        retry_after: decided.verdict.retry_after_ms().map(duration),
+        deprioritize: decided.verdict.deprioritize(),
+    }
+}
+
+fn reference(counter: &CounterKey) -> pb::DimensionRef {
+    pb::DimensionRef {
+        unit: unit(counter.dimension.unit),
+        window: counter.dimension.window.to_string(),
+        model: text(counter.model.as_ref()),
+    }
+}
+
+fn dimensions(decided: &Decided) -> Vec<pb::DimensionStatus> {
+    let Decided { charge, reading, verdict, .. } = decided;
+    let Charge { checks, .. } = charge;
+    let Verdict { findings, retry_after_ms, .. } = verdict;
+    let mut statuses = Vec::with_capacity(checks.len());
+    for (index, check) in checks.iter().enumerate() {
+        let level = reading.counters[index].level(check.counter.dimension.window, reading.at);
+        statuses.push(dimension_status(check, &level, &findings[index], retry_after_ms[index]));
+    }
+    statuses
+}
+
+fn dimension_status(
+    check: &Check,
+    level: &Level,
+    finding: &Finding,
+    retry_after_ms: Option<u64>,
+) -> pb::DimensionStatus {
+    let CounterKey { dimension, model } = &check.counter;
+    let shown = |steps: f64| dimension.unit.from_steps(steps);
+    pb::DimensionStatus {
+        unit: unit(dimension.unit),
+        window: dimension.window.to_string(),
+        model: text(model.as_ref()),
+        limit: check.bounds.limit.map(shown),
+        fair_share: check.bounds.fair_share.map(shown),
+        cap: check.bounds.cap.map(shown),
+        key_consumed: shown(level.key_consumed),
+        key_reserved: shown(level.key_reserved),
+        pool_consumed: shown(level.pool_consumed),
+        pool_reserved: shown(level.pool_reserved),
+        external: 0.0,
+        used_fraction: Used::of(check, level).fraction,
+        signal_fraction: None,
+        mode: mode(finding.mode),
+        borrowing: finding.borrowing,
+        key_remaining: finding.remaining.map(shown),
+        estimate: shown(check.estimate.as_f64()),
+        reason: finding.block.map_or(pb::dimension_status::Reason::Ok.into(), block_reason),
+        retry_after: retry_after_ms.map(duration),
+        resets_at: None,
+    }
+}
+
+fn mode(mode: Option<Mode>) -> i32 {
+    let mode = match mode {
+        None => pb::dimension_status::Mode::Unspecified,
+        Some(Mode::Generous) => pb::dimension_status::Mode::Generous,
+        Some(Mode::Strict) => pb::dimension_status::Mode::Strict,
+    };
+    mode.into()
+}
+
+pub(super) fn reservation(id: ReservationId, hold: &Hold) -> pb::Reservation {
+    let Cost { requests, tokens, usd, percent } = hold.cost();
+    pb::Reservation {
+        reservation_id: id.to_string(),
+        api_key_id: hold.api_key.to_string(),
+        connection_id: hold.connection.to_string(),
+        model: text(hold.model.as_ref()),
+        held: Some(pb::Cost {
+            requests: Some(requests.steps() as i64),
+            tokens: Some(tokens.steps() as i64),
+            usd: Some(Unit::Usd.from_steps(usd.as_f64())),
+            percent: Some(Unit::Percent.from_steps(percent.as_f64())),
+        }),
+        expires_at: Some(timestamp(hold.deadline)),
+        request_id: hold.request_id.clone(),
+    }
+}
+
+/// The usage of one page of keys, the last key that found room in it, and whether there are more.
+pub(super) fn usage(view: &UsageView) -> (pb::PoolUsage, Option<String>, bool) {
+    let UsageView { entry, reading, keys, more, threshold, config_revision } = view;
+    let mut dimensions: Vec<pb::DimensionUsage> =
+        (0..entry.dimensions().len()).map(|index| dimension_usage(view, index, *threshold)).collect();
+    let mut bytes = 0;
+    let mut shown = 0;
+    for row in keys {
+        if shown > 0 && bytes >= PAGE_BYTES_MAX {
+            break;
+        }
+        for (index, dimension) in dimensions.iter_mut().enumerate() {
+            let usage = key_usage(view, row, index);
+            bytes += usage.encoded_len();
+            dimension.keys.push(usage);
+        }
+        shown += 1;
+    }
+    let usage = pb::PoolUsage {
+        pool_id: entry.pool.id.to_string(),
+        generated_at: Some(timestamp(reading.at)),
+        dimensions,
+        // At most a million.
+        open_reservations: reading.open_reservations as i64,
+        oldest_reservation_deadline: reading.oldest_deadline.map(timestamp),
+        degraded: false,
+        config_revision: wire_revision(*config_revision),
+    };
+    let last = keys[..shown].last().map(|row| row.api_key.to_string());
+    (usage, last, *more || shown < keys.len())
+}
+
+fn dimension_usage(view: &UsageView, index: usize, threshold: f64) -> pb::DimensionUsage {
+    let dimension = &view.entry.dimensions()[index];
+    let DimensionKey { unit: of, window } = dimension.key;
+    let (consumed, reserved) = view.reading.totals[index];
+    let limit = dimension.limit_steps().map(|per_connection| view.entry.pool.limit(per_connection));
+    let used_fraction = admission::used_fraction(of, limit, consumed + reserved);
+    pb::DimensionUsage {
+        unit: unit(of),
+        window: window.to_string(),
+        limit: limit.map(|limit| of.from_steps(limit)),
+        consumed: of.from_steps(consumed),
+        reserved: of.from_steps(reserved),
+        external: 0.0,
+        used_fraction,
+        mode: mode(limit.map(|_| admission::mode(used_fraction, threshold))),
+        keys: Vec::new(),
+        burn_rate: None,
+        samples: Vec::new(),
+        resets_at: None,
+        signals: Vec::new(),
+    }
+}
+
+fn key_usage(view: &UsageView, row: &KeyRow, index: usize) -> pb::KeyUsage {
+    let pool = &view.entry.pool;
+    let dimension = &view.entry.dimensions()[index];
+    let shown = |steps: f64| dimension.key.unit.from_steps(steps);
+    let counted = view.reading.keys.get(&row.api_key);
+    let (consumed, reserved) = counted.map_or((0.0, 0.0), |counted| counted[index]);
+    let allocation = pool.allocation(row.api_key.as_str());
+    let fair_share = allocation
+        .zip(dimension.limit_steps())
+        .and_then(|(allocation, per_connection)| pool.fair_share(allocation, pool.limit(per_connection)));
+    let over = fair_share.map(|share| consumed + reserved - share);
+    pb::KeyUsage {
+        api_key_id: row.api_key.to_string(),
+        weight: allocation.map_or(0.0, Allocation::weight),
+        policy: allocation.map_or(pb::allocation::Policy::Unspecified.into(), |own| policy(own.policy)),
+        consumed: shown(consumed),
+        reserved: shown(reserved),
+        fair_share: fair_share.map(shown),
+        over_fair_share: over.map(shown),
+        borrowing: over.is_some_and(|over| over > 0.0),
+        allocated: row.allocated,
+    }
+}

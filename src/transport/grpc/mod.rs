@@ -1,0 +1,74 @@
+//! The gRPC services of the contract, health and reflection.
+
+mod convert;
+mod page;
+mod plan_admin;
+mod pool_admin;
+mod quota_share;
+mod settings_admin;
+mod status;
+
+use std::future::Future;
+
+use tokio::net::TcpListener;
+use tonic::transport::server::{Server, TcpIncoming};
+use tonic_health::{ServingStatus, server::HealthReporter};
+use tonic_reflection::server::Builder;
+
+use crate::service::Service;
+
+/// The generated types of the contract.
+#[allow(missing_docs, unreachable_pub, missing_debug_implementations, dead_code, clippy::all)]
+mod pb {
+    tonic::include_proto!("quotashare.v1");
+    pub(super) const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));
+}
+
+/// The services whose health is told apart from that of the whole server.
+const SERVICES: [&str; 3] =
+    ["quotashare.v1.QuotaShare", "quotashare.v1.PoolAdmin", "quotashare.v1.PlanAdmin"];
+
+/// Tells health checks whether this server can decide.
+#[derive(Clone)]
+pub(crate) struct Health(HealthReporter);
+
+impl Health {
+    /// The same for the server and for each of its services.
+    pub(crate) async fn set(&self, serving: bool) {
+        let status = if serving { ServingStatus::Serving } else { ServingStatus::NotServing };
+        for service in std::iter::once("").chain(SERVICES) {
+            self.0.set_service_status(service, status).await;
+        }
+    }
+}
+
+/// Serves on `listener` until `stop` ends, then lets open calls finish. The server reports SERVING at once.
+pub(crate) async fn server(
+    service: Service,
+    listener: TcpListener,
+    stop: impl Future<Output = ()> + Send + 'static,
+) -> Result<(Health, impl Future<Output = Result<(), tonic::transport::Error>> + Send), ReflectionError> {
+    let (reporter, health_service) = tonic_health::server::health_reporter();
+    let health = Health(reporter);
+    health.set(true).await;
+    let router = Server::builder()
+        .add_service(pb::quota_share_server::QuotaShareServer::new(quota_share::Api(service.clone())))
+        .add_service(pb::pool_admin_server::PoolAdminServer::new(pool_admin::Api(service.clone())))
+        .add_service(pb::plan_admin_server::PlanAdminServer::new(plan_admin::Api(service)))
+        .add_service(pb::settings_admin_server::SettingsAdminServer::new(settings_admin::Api))
+        .add_service(health_service)
+        .add_service(reflection().build_v1()?)
+        .add_service(reflection().build_v1alpha()?);
+    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+    Ok((health, router.serve_with_incoming_shutdown(incoming, stop)))
+}
+
+pub(crate) type ReflectionError = tonic_reflection::server::Error;
+
+/// With the descriptors of error details, so that clients such as grpcurl print them decoded.
+fn reflection() -> Builder<'static> {
+    Builder::configure()
+        .register_encoded_file_descriptor_set(pb::DESCRIPTORS)
+        .register_encoded_file_descriptor_set(tonic_types::pb::FILE_DESCRIPTOR_SET)
+        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+}

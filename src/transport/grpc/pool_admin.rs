@@ -1,0 +1,247 @@
+//! Pools, their allocations and their usage.
+
+use prost::Message;
+use tonic::{Request, Response, Status, codegen::BoxStream};
+
+use super::{
+    convert::{self, allocation_spec, decision, plan, pool, pool_spec, revision, timestamp},
+    page::{PAGE_BYTES_MAX, Page, invalid_token},
+    pb::{self, pool_admin_server::PoolAdmin},
+    status::{invalid, not_built, of_admin, of_ledger},
+};
+use crate::{
+    core::{
+        directory::PoolEntry,
+        ids::{ApiKeyId, Faults, PoolId},
+        units::Timestamp,
+    },
+    service::{Service, UsageCall},
+    store::ReservationPlace,
+};
+
+#[derive(Debug)]
+pub(super) struct Api(pub(super) Service);
+
+#[tonic::async_trait]
+impl PoolAdmin for Api {
+    async fn create_pool(
+        &self,
+        request: Request<pb::CreatePoolRequest>,
+    ) -> Result<Response<pb::CreatePoolResponse>, Status> {
+        // Output-only fields and the revision of a pool that is given back are ignored.
+        let (spec, _) = pool_spec(request.into_inner().pool.map(|pool| pb::Pool { revision: 0, ..pool }))
+            .map_err(invalid)?;
+        let entry = self.0.create_pool(spec).await.map_err(of_admin)?;
+        let (pool, warnings) = (Some(pool(&entry)), entry.warnings());
+        Ok(Response::new(pb::CreatePoolResponse { pool, warnings }))
+    }
+
+    async fn get_pool(
+        &self,
+        request: Request<pb::GetPoolRequest>,
+    ) -> Result<Response<pb::GetPoolResponse>, Status> {
+        let id = pool_id(&request.into_inner().pool_id)?;
+        let view = self.0.pool(&id).map_err(of_admin)?;
+        Ok(Response::new(pb::GetPoolResponse {
+            pool: Some(pool(&view.entry)),
+            plan: Some(plan(&view.entry.plan)),
+            last_matched_at: view.last_matched.map(timestamp),
+        }))
+    }
+
+    async fn list_pools(
+        &self,
+        request: Request<pb::ListPoolsRequest>,
+    ) -> Result<Response<pb::ListPoolsResponse>, Status> {
+        let pb::ListPoolsRequest { page_size, page_token, connection_id, api_key_id, group } =
+            request.into_inner();
+        let mut faults = Faults::default();
+        let filter = ["pools", &connection_id, &api_key_id, &group];
+        let page = Page::read(page_size, &page_token, &filter, &mut faults);
+        let after = page.after_text(&mut faults);
+        if !faults.is_empty() {
+            return Err(invalid(faults.into_vec()));
+        }
+        let wanted = |entry: &PoolEntry| {
+            let connections = &entry.pool.connections;
+            (connection_id.is_empty() || connections.iter().any(|other| other.as_str() == connection_id))
+                && (api_key_id.is_empty() || entry.pool.allocation(&api_key_id).is_some())
+                && (group.is_empty() || entry.pool.group == group)
+        };
+        let directory = self.0.directory();
+        let mut bytes = 0;
+        let mut response = pb::ListPoolsResponse::default();
+        for entry in directory.pools_after(after.as_deref()).filter(|entry| wanted(entry)) {
+            if let Some(last) = response.pools.last()
+                && (response.pools.len() == page.size || bytes >= PAGE_BYTES_MAX)
+            {
+                response.next_page_token = page.token_after(last.pool_id.as_bytes());
+                break;
+            }
+            let pool = pool(entry);
+            bytes += pool.encoded_len();
+            response.pools.push(pool);
+        }
+        Ok(Response::new(response))
+    }
+
+    async fn update_pool(
+        &self,
+        request: Request<pb::UpdatePoolRequest>,
+    ) -> Result<Response<pb::UpdatePoolResponse>, Status> {
+        let (spec, revision) = pool_spec(request.into_inner().pool).map_err(invalid)?;
+        let entry = self.0.update_pool(spec, revision).await.map_err(of_admin)?;
+        let (pool, warnings) = (Some(pool(&entry)), entry.warnings());
+        Ok(Response::new(pb::UpdatePoolResponse { pool, warnings }))
+    }
+
+    async fn delete_pool(
+        &self,
+        request: Request<pb::DeletePoolRequest>,
+    ) -> Result<Response<pb::DeletePoolResponse>, Status> {
+        let pb::DeletePoolRequest { pool_id: id, revision: given } = request.into_inner();
+        let (id, revision) = named_pool(&id, given)?;
+        let deleted = self.0.delete_pool(id, revision).await.map_err(of_admin)?;
+        Ok(Response::new(pb::DeletePoolResponse { deleted }))
+    }
+
+    async fn put_allocation(
+        &self,
+        request: Request<pb::PutAllocationRequest>,
+    ) -> Result<Response<pb::PutAllocationResponse>, Status> {
+        let pb::PutAllocationRequest { pool_id: id, allocation, revision: given } = request.into_inner();
+        let (id, revision) = named_pool(&id, given)?;
+        let allocation = allocation_spec(allocation).map_err(invalid)?;
+        let entry = self.0.put_allocation(id, allocation, revision).await.map_err(of_admin)?;
+        let (pool, warnings) = (Some(pool(&entry)), entry.warnings());
+        Ok(Response::new(pb::PutAllocationResponse { pool, warnings }))
+    }
+
+    async fn delete_allocation(
+        &self,
+        request: Request<pb::DeleteAllocationRequest>,
+    ) -> Result<Response<pb::DeleteAllocationResponse>, Status> {
+        let pb::DeleteAllocationRequest { pool_id: id, api_key_id, revision: given } = request.into_inner();
+        let (id, revision) = named_pool(&id, given)?;
+        let api_key = ApiKeyId::parse("api_key_id", &api_key_id).map_err(|fault| invalid(vec![fault]))?;
+        let (entry, deleted) = self.0.delete_allocation(id, api_key, revision).await.map_err(of_admin)?;
+        Ok(Response::new(pb::DeleteAllocationResponse { pool: Some(pool(&entry)), deleted }))
+    }
+
+    async fn get_pool_usage(
+        &self,
+        request: Request<pb::GetPoolUsageRequest>,
+    ) -> Result<Response<pb::GetPoolUsageResponse>, Status> {
+        let pb::GetPoolUsageRequest { pool_id, api_key_ids, page_size, page_token, with_samples: _ } =
+            request.into_inner();
+        let mut faults = Faults::default();
+        let mut filter = vec!["usage", &pool_id];
+        filter.extend(api_key_ids.iter().map(String::as_str));
+        let page = Page::read(page_size, &page_token, &filter, &mut faults);
+        let after = page.after_text(&mut faults);
+        let pool = faults.take(PoolId::parse("pool_id", &pool_id));
+        let keys = (0..).zip(&api_key_ids).filter_map(|(index, key): (usize, _)| {
+            faults.take(ApiKeyId::parse(&format!("api_key_ids[{index}]"), key))
+        });
+        let api_keys = keys.collect();
+        let Some(pool) = pool.filter(|_| faults.is_empty()) else { return Err(invalid(faults.into_vec())) };
+        let view = self.0.pool_usage(&UsageCall { pool, api_keys, after, count: page.size }).await;
+        let (usage, shown, more) = convert::usage(&view.map_err(of_admin)?);
+        let next = shown.filter(|_| more).map(|last| page.token_after(last.as_bytes()));
+        Ok(Response::new(pb::GetPoolUsageResponse {
+            usage: Some(usage),
+            next_page_token: next.unwrap_or_default(),
+        }))
+    }
+
+    async fn watch_pool_usage(
+        &self,
+        _: Request<pb::WatchPoolUsageRequest>,
+    ) -> Result<Response<BoxStream<pb::WatchPoolUsageResponse>>, Status> {
+        Err(not_built("WatchPoolUsage"))
+    }
+
+    type WatchPoolUsageStream = BoxStream<pb::WatchPoolUsageResponse>;
+
+    async fn list_reservations(
+        &self,
+        request: Request<pb::ListReservationsRequest>,
+    ) -> Result<Response<pb::ListReservationsResponse>, Status> {
+        let pb::ListReservationsRequest { pool_id, api_key_id, page_size, page_token } = request.into_inner();
+        let mut faults = Faults::default();
+        let filter = ["reservations", &pool_id, &api_key_id];
+        let page = Page::read(page_size, &page_token, &filter, &mut faults);
+        let after = page.after.as_deref().and_then(|place| faults.take(read_place(place)));
+        let pool = faults.take(PoolId::parse("pool_id", &pool_id));
+        let api_key = convert::optional_key(&api_key_id, &mut faults);
+        let Some(pool) = pool.filter(|_| faults.is_empty()) else { return Err(invalid(faults.into_vec())) };
+        let found = self.0.reservations(&pool, api_key.as_ref(), after, page.size).await.map_err(of_admin)?;
+        let last = found.reservations.last().filter(|_| found.more);
+        let next = last.map(|(id, hold)| page.token_after(&write_place((hold.deadline, id.random))));
+        Ok(Response::new(pb::ListReservationsResponse {
+            reservations: found
+                .reservations
+                .iter()
+                .map(|(id, hold)| convert::reservation(*id, hold))
+                .collect(),
+            next_page_token: next.unwrap_or_default(),
+        }))
+    }
+
+    async fn preview_decision(
+        &self,
+        request: Request<pb::PreviewDecisionRequest>,
+    ) -> Result<Response<pb::PreviewDecisionResponse>, Status> {
+        let request = request.into_inner().request.unwrap_or_default();
+        let call = convert::enforce("request.", request).map_err(invalid)?;
+        let answer = self.0.preview(call).await.map_err(of_ledger)?;
+        let response = Some(decision(answer, self.0.settings()));
+        Ok(Response::new(pb::PreviewDecisionResponse { response }))
+    }
+
+    async fn reset_usage(
+        &self,
+        request: Request<pb::ResetUsageRequest>,
+    ) -> Result<Response<pb::ResetUsageResponse>, Status> {
+        let pb::ResetUsageRequest { pool_id, api_key_id, unit, window } = request.into_inner();
+        let mut faults = Faults::default();
+        let pool = faults.take(PoolId::parse("pool_id", &pool_id));
+        let api_key = convert::optional_key(&api_key_id, &mut faults);
+        let dimension = convert::optional_dimension(unit, &window, &mut faults);
+        let Some(pool) = pool.filter(|_| faults.is_empty()) else { return Err(invalid(faults.into_vec())) };
+        self.0.reset_usage(&pool, api_key.as_ref(), dimension).await.map_err(of_admin)?;
+        Ok(Response::new(pb::ResetUsageResponse {}))
+    }
+
+    async fn import_pools(
+        &self,
+        _: Request<pb::ImportPoolsRequest>,
+    ) -> Result<Response<pb::ImportPoolsResponse>, Status> {
+        Err(not_built("imports"))
+    }
+}
+
+fn pool_id(given: &str) -> Result<PoolId, Status> {
+    PoolId::parse("pool_id", given).map_err(|fault| invalid(vec![fault]))
+}
+
+/// A pool's id and its revision as the caller knows it.
+fn named_pool(id: &str, given: i64) -> Result<(PoolId, u64), Status> {
+    let mut faults = Faults::default();
+    let id = faults.take(PoolId::parse("pool_id", id));
+    let revision = faults.take(revision("revision", given));
+    match (id, revision) {
+        (Some(id), Some(revision)) => Ok((id, revision)),
+        _ => Err(invalid(faults.into_vec())),
+    }
+}
+
+fn write_place((deadline, random): ReservationPlace) -> Vec<u8> {
+    [&deadline.unix_ms().to_le_bytes()[..], &random[..]].concat()
+}
+
+fn read_place(place: &[u8]) -> Result<ReservationPlace, crate::core::ids::InvalidField> {
+    let (deadline, random) = place.split_first_chunk().ok_or_else(invalid_token)?;
+    let random = random.try_into().map_err(|_| invalid_token())?;
+    Ok((Timestamp::from_unix_ms(u64::from_le_bytes(*deadline)), random))
+}

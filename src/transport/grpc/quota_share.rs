@@ -1,0 +1,55 @@
+//! The decision plane: what a router calls around every upstream request.
+
+use tonic::{Request, Response, Status};
+
+use super::{
+    convert::{self, decision, enforce, record},
+    pb::{self, quota_share_server::QuotaShare},
+    status::{invalid, not_built, of_ledger},
+};
+use crate::service::Service;
+
+#[derive(Debug)]
+pub(super) struct Api(pub(super) Service);
+
+#[tonic::async_trait]
+impl QuotaShare for Api {
+    async fn enforce(
+        &self,
+        request: Request<pb::EnforceRequest>,
+    ) -> Result<Response<pb::EnforceResponse>, Status> {
+        let call = enforce("", request.into_inner()).map_err(invalid)?;
+        let answer = self.0.enforce(call).await.map_err(of_ledger)?;
+        Ok(Response::new(decision(answer, self.0.settings())))
+    }
+
+    async fn record_consumption(
+        &self,
+        request: Request<pb::RecordConsumptionRequest>,
+    ) -> Result<Response<pb::RecordConsumptionResponse>, Status> {
+        let call = record(request.into_inner()).map_err(invalid)?;
+        let outcome = self.0.record(call).await.map_err(of_ledger)?;
+        Ok(Response::new(pb::RecordConsumptionResponse {
+            duplicate: outcome.duplicate,
+            reservation_expired: outcome.reservation_expired,
+            journaled: false,
+            pool_id: outcome.pool.map(|pool| pool.to_string()).unwrap_or_default(),
+        }))
+    }
+
+    async fn release_reservation(
+        &self,
+        request: Request<pb::ReleaseReservationRequest>,
+    ) -> Result<Response<pb::ReleaseReservationResponse>, Status> {
+        let (reservation_id, api_key) = convert::release(request.into_inner()).map_err(invalid)?;
+        let released = self.0.release(&reservation_id, api_key.as_ref()).await.map_err(of_ledger)?;
+        Ok(Response::new(pb::ReleaseReservationResponse { released, journaled: false }))
+    }
+
+    async fn report_signals(
+        &self,
+        _: Request<pb::ReportSignalsRequest>,
+    ) -> Result<Response<pb::ReportSignalsResponse>, Status> {
+        Err(not_built("signals"))
+    }
+}

@@ -1,0 +1,122 @@
+//! The one place where a failure becomes a status.
+
+use std::{collections::HashMap, time::Duration};
+
+use tonic::{Code, Status};
+use tonic_types::{ErrorDetails, FieldViolation, StatusExt};
+
+use crate::{
+    core::{directory::ChangeRefused, ids::InvalidField, ledger::Contradiction},
+    service::AdminError,
+    store::{LedgerError, StoreError},
+};
+
+/// The domain of the `reason` in a google.rpc.ErrorInfo.
+const DOMAIN: &str = "quotashare.v1";
+/// Most violations told of one request: a status travels in headers, which clients bound.
+const VIOLATIONS_MAX: usize = 12;
+/// Most of them in the message, which repeats what the details say.
+const VIOLATIONS_IN_MESSAGE_MAX: usize = 3;
+/// When a call that met a full or failing replica may be worth another try.
+const RETRY_DELAY: Duration = Duration::from_secs(1);
+
+/// INVALID_ARGUMENT with a google.rpc.BadRequest that names each field.
+pub(super) fn invalid(faults: Vec<InvalidField>) -> Status {
+    let told = faults.iter().take(VIOLATIONS_IN_MESSAGE_MAX).map(ToString::to_string);
+    let mut message = told.collect::<Vec<_>>().join("; ");
+    if faults.len() > VIOLATIONS_IN_MESSAGE_MAX {
+        message.push_str(&format!("; and {} more", faults.len() - VIOLATIONS_IN_MESSAGE_MAX));
+    }
+    let violations: Vec<FieldViolation> = faults
+        .into_iter()
+        .take(VIOLATIONS_MAX)
+        .map(|InvalidField { field, given, accepted }| {
+            FieldViolation::new(field, format!("{given} is not valid: use {accepted}"))
+        })
+        .collect();
+    Status::with_error_details(Code::InvalidArgument, message, ErrorDetails::with_bad_request(violations))
+}
+
+/// UNIMPLEMENTED, in words.
+pub(super) fn not_built(what: &str) -> Status {
+    Status::unimplemented(format!("this version of quota-share does not have {what} yet"))
+}
+
+fn with_info(code: Code, message: String, reason: &str, metadata: &[(&str, String)]) -> Status {
+    let metadata: HashMap<String, String> =
+        metadata.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
+    Status::with_error_details(code, message, ErrorDetails::with_error_info(reason, DOMAIN, metadata))
+}
+
+/// UNAVAILABLE: nothing has changed, and the same call may work soon.
+fn unavailable(message: String, reason: &str) -> Status {
+    let mut details = ErrorDetails::with_retry_info(Some(RETRY_DELAY));
+    details.set_error_info(reason, DOMAIN, HashMap::new());
+    Status::with_error_details(Code::Unavailable, message, details)
+}
+
+pub(super) fn of_change(refused: ChangeRefused) -> Status {
+    let message = refused.to_string();
+    match refused {
+        ChangeRefused::Invalid(faults) => invalid(faults),
+        ChangeRefused::NoSuchPool(pool) => {
+            with_info(Code::NotFound, message, "POOL_NOT_FOUND", &[("pool_id", pool.to_string())])
+        }
+        ChangeRefused::PoolExists(pool) => {
+            with_info(Code::AlreadyExists, message, "POOL_EXISTS", &[("pool_id", pool.to_string())])
+        }
+        ChangeRefused::RevisionDiffers { given, current, .. } => {
+            let metadata = [("given_revision", given.to_string()), ("current_revision", current.to_string())];
+            with_info(Code::Aborted, message, "REVISION_DIFFERS", &metadata)
+        }
+        ChangeRefused::ConnectionTaken { connection, pool } => {
+            let metadata = [("connection_id", connection.to_string()), ("pool_id", pool.to_string())];
+            with_info(Code::FailedPrecondition, message, "CONNECTION_TAKEN", &metadata)
+        }
+        ChangeRefused::Full { max, .. } => {
+            with_info(Code::ResourceExhausted, message, "DIRECTORY_FULL", &[("max", max.to_string())])
+        }
+    }
+}
+
+pub(super) fn of_ledger(error: LedgerError) -> Status {
+    let message = error.to_string();
+    match error {
+        LedgerError::Contradiction(Contradiction::ForeignKey) => {
+            let accepted = "a reservation of this api_key_id";
+            invalid(vec![InvalidField::new("reservation_id", "another key's reservation", accepted)])
+        }
+        LedgerError::Contradiction(contradiction) => {
+            let field = match contradiction {
+                Contradiction::RequestId => "request_id",
+                Contradiction::IdempotencyKey => "idempotency_key",
+                Contradiction::Settled | Contradiction::ForeignKey => "reservation_id",
+            };
+            with_info(Code::AlreadyExists, message, "ID_REUSED", &[("field", field.to_owned())])
+        }
+        LedgerError::PoolRemoved => unavailable(message, "POOL_CHANGING"),
+        LedgerError::Full { .. } => unavailable(message, "REPLICA_FULL"),
+        LedgerError::Store(error) => of_store(&error),
+    }
+}
+
+pub(super) fn of_admin(error: AdminError) -> Status {
+    match error {
+        AdminError::Refused(refused) => of_change(refused),
+        AdminError::Store(error) => of_store(&error),
+        AdminError::Ledger(error) => of_ledger(error),
+    }
+}
+
+fn of_store(error: &StoreError) -> Status {
+    match error {
+        StoreError::Unavailable { store, doing, .. } => {
+            tracing::warn!(error = error as &dyn std::error::Error, "answered UNAVAILABLE");
+            unavailable(format!("{store} failed while {doing}: send the call again"), "STORE_UNAVAILABLE")
+        }
+        StoreError::Corrupt { store, what, .. } => {
+            tracing::error!(error = error as &dyn std::error::Error, "answered INTERNAL");
+            Status::internal(format!("{store} holds something as {what} that this version cannot read"))
+        }
+    }
+}

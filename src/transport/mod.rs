@@ -1,0 +1,3 @@
+//! The wire: gRPC in and out. Wire types stop here.
+
+pub(crate) mod grpc;
