@@ -43,6 +43,20 @@ CREATE TABLE quota_consumption (
     PRIMARY KEY (window_ms, bucket, pool, api_key_id, unit, model)
 ) STRICT, WITHOUT ROWID;
 
+-- How fast each dimension of a pool is consumed, as of its last sample.
+CREATE TABLE burn_rates (
+    -- pools.created_revision
+    pool             INTEGER NOT NULL,
+    unit             TEXT    NOT NULL CHECK (unit IN ('percent', 'requests', 'tokens', 'usd')),
+    window_ms        INTEGER NOT NULL CHECK (window_ms > 0),
+    -- Steps a second, an exponential moving average; NULL until there are two samples.
+    steps_per_second REAL,
+    -- The last sample: when, and the steps consumed until then since the first record.
+    sampled_ms       INTEGER NOT NULL CHECK (sampled_ms >= 0),
+    cumulative       INTEGER NOT NULL CHECK (cumulative >= 0),
+    PRIMARY KEY (pool, unit, window_ms)
+) STRICT, WITHOUT ROWID;
+
 -- Open reservations.
 CREATE TABLE reservations (
     -- pools.created_revision

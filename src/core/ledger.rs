@@ -10,6 +10,7 @@ use smallvec::SmallVec;
 
 use super::{
     admission::{Counter, Counters, Reading, Release, Reserved},
+    burn_rate::{BurnRate, Sample, Sampler},
     charge::{Charge, CounterKey, PerCheck},
     ids::{ApiKeyId, CallId, ConnectionId, Fingerprint, Model, PoolRevision, ReservationId},
     memory::{Memories, RecordMemory, RequestMemory},
@@ -176,6 +177,15 @@ pub enum Change {
     Held([u8; 12], Arc<Hold>),
     /// A reservation was settled, released or has expired.
     Freed([u8; 12], Arc<Hold>),
+    /// A sample was taken of a dimension's consumption.
+    Sampled {
+        /// Of which dimension.
+        dimension: DimensionKey,
+        /// The rate before.
+        before: BurnRate,
+        /// The rate after.
+        after: BurnRate,
+    },
     /// A counted call is remembered.
     Record(CallId, RecordMemory),
     /// A request id is remembered.
@@ -189,12 +199,24 @@ pub struct UsageReading {
     pub at: Timestamp,
     /// Of the pool: `(consumed, reserved)` by dimension.
     pub totals: PerCheck<(f64, f64)>,
+    /// Of the pool, by dimension: how fast it is consumed.
+    pub rates: PerCheck<BurnRate>,
+    /// Of the pool, by dimension: the samples since the process started, the oldest first; empty unless asked for.
+    pub samples: PerCheck<Vec<Sample>>,
     /// Of each key with something in any of the dimensions.
     pub keys: BTreeMap<ApiKeyId, PerCheck<(f64, f64)>>,
     /// How many reservations are open.
     pub open_reservations: usize,
     /// The first deadline among them.
     pub oldest_deadline: Option<Timestamp>,
+}
+
+/// A dimension of the pool: its total, and how fast that grows.
+#[derive(Clone, Debug)]
+struct PoolDimension {
+    key: DimensionKey,
+    total: Counter,
+    sampler: Sampler,
 }
 
 /// A key's counters: its part of each of the pool's dimensions, and its model caps.
@@ -210,8 +232,8 @@ struct KeyCounters {
 pub struct PoolLedger {
     pool: PoolRevision,
     now: Timestamp,
-    /// Every dimension that was ever counted here and has not aged out, with the pool's total.
-    dimensions: Vec<(DimensionKey, Counter)>,
+    /// Every dimension that was ever counted here and has not aged out.
+    dimensions: Vec<PoolDimension>,
     keys: HashMap<ApiKeyId, KeyCounters>,
     holds: HashMap<[u8; 12], Arc<Hold>>,
     by_deadline: BTreeMap<(Timestamp, [u8; 12]), Arc<Hold>>,
@@ -244,6 +266,7 @@ impl PoolLedger {
             }
             Change::Held(random, hold) => self.hold(random, &hold),
             Change::Freed(random, _) => drop(self.free(&random)),
+            Change::Sampled { dimension, after, .. } => self.dimension_mut(dimension).sampler.restore(after),
             Change::Record(call, memory) => self.records.insert(call, memory),
             Change::Request(call, memory) => self.requests.insert(call, memory),
         }
@@ -261,6 +284,12 @@ impl PoolLedger {
             match change {
                 Change::Consumed { api_key, counter, bucket, delta } => {
                     self.adjust(&api_key, &counter, bucket, -delta);
+                    if counter.model.is_none() && delta > 0 {
+                        self.dimension_mut(counter.dimension).sampler.take_back(delta.unsigned_abs());
+                    }
+                }
+                Change::Sampled { dimension, before, .. } => {
+                    self.dimension_mut(dimension).sampler.unsample(before);
                 }
                 Change::Held(random, _) => drop(self.free(&random)),
                 Change::Freed(random, hold) => self.hold(random, &hold),
@@ -336,6 +365,9 @@ impl PoolLedger {
         if !duplicate {
             for (counter, amount) in &consumption.counts {
                 self.consume(&consumption.api_key, counter, *amount);
+                if counter.model.is_none() {
+                    self.sample(counter.dimension);
+                }
             }
         }
         let remembered_until = self.now.plus_ms(consumption.id_life_ms);
@@ -393,9 +425,7 @@ impl PoolLedger {
         let meant = |key: &ApiKeyId| api_key.is_none_or(|only| only == key);
         for (key, counters) in self.keys.iter().filter(|(key, _)| meant(key)) {
             let plan = self.dimensions.iter().zip(&counters.dimensions);
-            let plan = plan.map(|((dimension, _), counter)| {
-                (CounterKey { dimension: *dimension, model: None }, counter)
-            });
+            let plan = plan.map(|(dimension, counter)| (CounterKey::from(dimension.key), counter));
             let models = counters.models.iter().filter(|_| dimension.is_none());
             let models = models.map(|(cap, counter)| (CounterKey::from(cap), counter));
             for (counter_key, counter) in plan.chain(models) {
@@ -412,8 +442,13 @@ impl PoolLedger {
         }
     }
 
-    /// What usage shows of `dimensions`.
-    pub fn usage(&mut self, dimensions: &[DimensionKey], clock: Timestamp) -> UsageReading {
+    /// What usage shows of `dimensions`, on demand with their samples.
+    pub fn usage(
+        &mut self,
+        dimensions: &[DimensionKey],
+        with_samples: bool,
+        clock: Timestamp,
+    ) -> UsageReading {
         self.advance(clock);
         let positions: PerCheck<Option<usize>> = dimensions.iter().map(|key| self.position(*key)).collect();
         let seen = |counter: &Counter, dimension: &DimensionKey| {
@@ -423,7 +458,17 @@ impl PoolLedger {
             let counters = positions.iter().map(|position| position.and_then(counters).unwrap_or_default());
             counters.zip(dimensions).map(|(counter, dimension)| seen(&counter, dimension)).collect()
         };
-        let totals = of(&|position| Some(self.dimensions[position].1));
+        let totals = of(&|position| Some(self.dimensions[position].total));
+        let samplers =
+            || positions.iter().map(|position| position.map(|position| &self.dimensions[position].sampler));
+        let rates =
+            samplers().map(|sampler| sampler.map(|sampler| sampler.rate_at(self.now)).unwrap_or_default());
+        let samples = samplers().map(|sampler| {
+            sampler
+                .filter(|_| with_samples)
+                .map(|sampler| sampler.history().copied().collect())
+                .unwrap_or_default()
+        });
         let keys = self.keys.iter().filter_map(|(key, counters)| {
             let seen = of(&|position| counters.dimensions.get(position).copied());
             let in_use = seen.iter().any(|(consumed, reserved)| *consumed > 0.0 || *reserved > 0.0);
@@ -432,6 +477,8 @@ impl PoolLedger {
         UsageReading {
             at: self.now,
             totals,
+            rates: rates.collect(),
+            samples: samples.collect(),
             keys: keys.collect(),
             open_reservations: self.holds.len(),
             oldest_deadline: self.by_deadline.keys().next().map(|(deadline, _)| *deadline),
@@ -462,7 +509,8 @@ impl PoolLedger {
         let idle = |counter: &Counter, dimension: &DimensionKey| {
             counter.reserved == 0 && counter.consumed.is_spent(dimension.window.bucket(now))
         };
-        let kept: Vec<bool> = self.dimensions.iter().map(|(key, total)| !idle(total, key)).collect();
+        let kept: Vec<bool> =
+            self.dimensions.iter().map(|of| !idle(&of.total, &of.key) || of.sampler.is_live(now)).collect();
         for counters in self.keys.values_mut() {
             let mut position = 0;
             counters.dimensions.retain(|_| {
@@ -477,7 +525,7 @@ impl PoolLedger {
         let dimensions = &self.dimensions;
         self.keys.retain(|_, counters| {
             let plan =
-                counters.dimensions.iter().zip(dimensions).any(|(counter, (key, _))| !idle(counter, key));
+                counters.dimensions.iter().zip(dimensions).any(|(counter, of)| !idle(counter, &of.key));
             plan || !counters.models.is_empty()
         });
     }
@@ -505,7 +553,7 @@ impl PoolLedger {
         let mut moved = Vec::new();
         for (key, counters) in &mut self.keys {
             let plan = self.dimensions.iter().zip(&mut counters.dimensions);
-            let plan = plan.map(|((key, _), counter)| (CounterKey { dimension: *key, model: None }, counter));
+            let plan = plan.map(|(dimension, counter)| (CounterKey::from(dimension.key), counter));
             let models = counters.models.iter_mut().map(|(cap, counter)| (CounterKey::from(&*cap), counter));
             for (counter_key, counter) in plan.chain(models) {
                 let bucket = counter_key.dimension.window.bucket(clock);
@@ -521,8 +569,8 @@ impl PoolLedger {
                 counter.consumed.rebase(bucket);
             }
         }
-        for (dimension, total) in &mut self.dimensions {
-            total.consumed.rebase(dimension.window.bucket(clock));
+        for dimension in &mut self.dimensions {
+            dimension.total.consumed.rebase(dimension.key.window.bucket(clock));
         }
         let moves = moved.into_iter();
         self.changes.extend(moves.map(|(api_key, counter, bucket, delta)| Change::Consumed {
@@ -565,7 +613,7 @@ impl PoolLedger {
         }
         let Some(position) = self.position(counter.dimension) else { return Counters::default() };
         let own = key.and_then(|key| key.dimensions.get(position)).copied();
-        Counters { key: own.unwrap_or_default(), pool: self.dimensions[position].1 }
+        Counters { key: own.unwrap_or_default(), pool: self.dimensions[position].total }
     }
 
     fn releases(&self, charge: &Charge, reading: &Reading) -> Vec<Release> {
@@ -644,6 +692,9 @@ impl PoolLedger {
         }
         let bucket = counter.dimension.window.bucket(self.now);
         let added = self.add(api_key, counter, bucket, amount);
+        if counter.model.is_none() {
+            self.dimension_mut(counter.dimension).sampler.add(added);
+        }
         let (api_key, counter, delta) = (api_key.clone(), counter.clone(), added as i64);
         self.changes.push(Change::Consumed { api_key, counter, bucket, delta });
     }
@@ -714,19 +765,45 @@ impl PoolLedger {
             let cap = ModelCapKey { model: model.clone(), dimension: counter.dimension };
             return (own.model_mut(cap), None);
         }
-        let position = self.dimensions.iter().position(|(key, _)| *key == counter.dimension);
-        let position = position.unwrap_or_else(|| {
-            self.dimensions.push((counter.dimension, Counter::default()));
-            self.dimensions.len() - 1
-        });
+        let position = position_mut(&mut self.dimensions, counter.dimension);
         if own.dimensions.len() <= position {
             own.dimensions.resize(position + 1, Counter::default());
         }
-        (&mut own.dimensions[position], Some(&mut self.dimensions[position].1))
+        (&mut own.dimensions[position], Some(&mut self.dimensions[position].total))
+    }
+
+    /// A call was recorded that counts in `dimension`, if only with 0.
+    fn sample(&mut self, dimension: DimensionKey) {
+        let now = self.now;
+        let sampler = &mut self.dimension_mut(dimension).sampler;
+        let before = sampler.rate();
+        if let Some(after) = sampler.sample(now) {
+            self.changes.push(Change::Sampled { dimension, before, after });
+        }
+    }
+
+    fn dimension_mut(&mut self, dimension: DimensionKey) -> &mut PoolDimension {
+        let position = position_mut(&mut self.dimensions, dimension);
+        &mut self.dimensions[position]
     }
 
     fn position(&self, dimension: DimensionKey) -> Option<usize> {
-        self.dimensions.iter().position(|(key, _)| *key == dimension)
+        self.dimensions.iter().position(|of| of.key == dimension)
+    }
+}
+
+/// Where `dimension` stands, made where it is not yet.
+fn position_mut(dimensions: &mut Vec<PoolDimension>, dimension: DimensionKey) -> usize {
+    dimensions.iter().position(|of| of.key == dimension).unwrap_or_else(|| {
+        let (total, sampler) = (Counter::default(), Sampler::default());
+        dimensions.push(PoolDimension { key: dimension, total, sampler });
+        dimensions.len() - 1
+    })
+}
+
+impl From<DimensionKey> for CounterKey {
+    fn from(dimension: DimensionKey) -> Self {
+        Self { dimension, model: None }
     }
 }
 

@@ -17,9 +17,11 @@
 //! | [`charge`]      | what would this request use, up to which bounds?                     |
 //! | [`admission`]   | given the counters, is it allowed? The one definition of the rule    |
 //! | [`retry_after`] | if not, when?                                                        |
+//! | [`burn_rate`]   | how fast is it consumed?                                             |
 //! | [`ledger`]      | one pool's counters, reservations and remembered ids                 |
 
 pub mod admission;
+pub mod burn_rate;
 pub mod catalog;
 pub mod charge;
 pub mod directory;

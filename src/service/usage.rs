@@ -23,6 +23,8 @@ pub struct UsageCall {
     pub after: Option<String>,
     /// Most keys.
     pub count: usize,
+    /// With the samples of each dimension.
+    pub with_samples: bool,
 }
 
 /// A pool's usage, with one page of its keys.
@@ -66,7 +68,7 @@ impl Service {
         let directory = self.0.directory.load_full();
         let entry = Arc::clone(directory.pool(&call.pool)?);
         let life = entry.history.created_revision;
-        let reading = self.0.ledger.usage(life, &entry.dimension_keys()).await?;
+        let reading = self.0.ledger.usage(life, &entry.dimension_keys(), call.with_samples).await?;
         let (keys, more) = page_of_keys(&entry, &reading, call);
         let threshold = entry.pool.saturation_threshold.unwrap_or(self.0.settings.saturation_threshold);
         Ok(UsageView { entry, reading, keys, more, threshold, config_revision: directory.revision() })

@@ -58,11 +58,12 @@ pub trait Ledger: fmt::Debug + Send + Sync + 'static {
         settles: Settlement,
     ) -> Result<ReservationState, LedgerError>;
 
-    /// What usage shows of `dimensions`.
+    /// What usage shows of `dimensions`, on demand with their samples.
     async fn usage(
         &self,
         pool: PoolRevision,
         dimensions: &[DimensionKey],
+        with_samples: bool,
     ) -> Result<UsageReading, LedgerError>;
 
     /// Open reservations after `after`, the oldest deadline first, of one key or of all; at most `count`.

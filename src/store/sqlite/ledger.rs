@@ -371,8 +371,9 @@ impl Ledger for SqliteLedger {
         &self,
         pool: PoolRevision,
         dimensions: &[DimensionKey],
+        with_samples: bool,
     ) -> Result<UsageReading, LedgerError> {
-        self.read(pool, |ledger, now| ledger.usage(dimensions, now))
+        self.read(pool, |ledger, now| ledger.usage(dimensions, with_samples, now))
     }
 
     async fn reservations(

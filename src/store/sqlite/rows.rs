@@ -9,6 +9,7 @@ use sqlx::{Row, SqliteConnection, SqlitePool, sqlite::SqliteRow};
 use super::{corrupt, unavailable, unsigned};
 use crate::{
     core::{
+        burn_rate::{BurnRate, Sample},
         charge::CounterKey,
         ids::{ApiKeyId, CallId, ConnectionId, Fingerprint, Model, PoolRevision, ReservationId},
         ledger::{Change, Hold},
@@ -38,6 +39,7 @@ pub(super) struct Rows {
     consumption: HashMap<ConsumptionKey, i64>,
     /// `None`: the reservation is closed.
     reservations: HashMap<ReservationId, Option<Arc<Hold>>>,
+    rates: HashMap<(PoolRevision, DimensionKey), BurnRate>,
     /// Packed calls by the slice in which they end.
     calls: BTreeMap<u64, Vec<u8>>,
 }
@@ -58,6 +60,9 @@ impl Rows {
                 Change::Freed(random, _) => {
                     self.reservations.insert(ReservationId { pool, random: *random }, None);
                 }
+                Change::Sampled { dimension, after, .. } => {
+                    self.rates.insert((pool, *dimension), *after);
+                }
                 Change::Record(call, memory) => {
                     pack(self.slice(memory.ends_at), pool, *call, Remembered::Record(*memory));
                 }
@@ -70,7 +75,10 @@ impl Rows {
 
     /// True if there is nothing to write.
     pub(super) fn is_empty(&self) -> bool {
-        self.consumption.is_empty() && self.reservations.is_empty() && self.calls.is_empty()
+        self.consumption.is_empty()
+            && self.reservations.is_empty()
+            && self.calls.is_empty()
+            && self.rates.is_empty()
     }
 
     fn slice(&mut self, ends_at: Timestamp) -> &mut Vec<u8> {
@@ -81,6 +89,7 @@ impl Rows {
     pub(super) async fn write(&self, connection: &mut SqliteConnection) -> Result<(), sqlx::Error> {
         self.write_consumption(connection).await?;
         self.write_reservations(connection).await?;
+        self.write_rates(connection).await?;
         for (slice, calls) in &self.calls {
             sqlx::query("INSERT INTO remembered_calls (ends_slice, calls) VALUES (?1, ?2)")
                 .bind(*slice as i64)
@@ -117,6 +126,19 @@ impl Rows {
         Ok(())
     }
 
+    async fn write_rates(&self, connection: &mut SqliteConnection) -> Result<(), sqlx::Error> {
+        let rows = self.rates.iter().map(|((pool, dimension), rate)| rate_row(*pool, *dimension, rate));
+        let rows: Vec<Value> = rows.collect();
+        if !rows.is_empty() {
+            let replace = "INSERT OR REPLACE INTO burn_rates
+                   (pool, unit, window_ms, steps_per_second, sampled_ms, cumulative)
+                 SELECT value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, value ->> 5
+                 FROM json_each(?1)";
+            sqlx::query(replace).bind(Value::Array(rows).to_string()).execute(&mut *connection).await?;
+        }
+        Ok(())
+    }
+
     async fn write_reservations(&self, connection: &mut SqliteConnection) -> Result<(), sqlx::Error> {
         let mut open = Vec::new();
         let mut closed = Vec::new();
@@ -141,6 +163,12 @@ impl Rows {
         }
         Ok(())
     }
+}
+
+fn rate_row(pool: PoolRevision, dimension: DimensionKey, rate: &BurnRate) -> Value {
+    let DimensionKey { unit, window } = dimension;
+    let Sample { at, cumulative } = rate.last.unwrap_or_default();
+    json!([pool.0, unit.name(), window.length_ms(), rate.steps_per_second, at.unix_ms(), cumulative])
 }
 
 fn consumption_row(key: &ConsumptionKey, delta: i64) -> Value {
@@ -246,6 +274,11 @@ pub(super) async fn read(
             restore(pool, change);
         }
     }
+    let rows = sqlx::query("SELECT * FROM burn_rates").fetch_all(connection).await.map_err(&failed)?;
+    for row in &rows {
+        let (pool, change) = read_rate(row)?;
+        restore(pool, change);
+    }
     let rows = sqlx::query("SELECT * FROM reservations WHERE expires_ms > ?1")
         .bind(now.unix_ms() as i64)
         .fetch_all(connection)
@@ -305,6 +338,19 @@ fn read_consumption(row: &SqliteRow, window: Window) -> Result<(PoolRevision, Ch
     let delta = column(row, "consumed")?;
     let pool = PoolRevision(unsigned("pool", column(row, "pool")?)?);
     Ok((pool, Change::Consumed { api_key, counter, bucket, delta }))
+}
+
+fn read_rate(row: &SqliteRow) -> Result<(PoolRevision, Change), StoreError> {
+    let pool = PoolRevision(unsigned("pool", column(row, "pool")?)?);
+    let dimension = DimensionKey {
+        unit: read_unit(column(row, "unit")?)?,
+        window: read_window(column(row, "window_ms")?)?,
+    };
+    let at = Timestamp::from_unix_ms(unsigned("sampled_ms", column(row, "sampled_ms")?)?);
+    let cumulative = unsigned("cumulative", column(row, "cumulative")?)?;
+    let steps_per_second = column(row, "steps_per_second")?;
+    let after = BurnRate { steps_per_second, last: Some(Sample { at, cumulative }) };
+    Ok((pool, Change::Sampled { dimension, before: BurnRate::default(), after }))
 }
 
 fn read_reservation(row: &SqliteRow) -> Result<(PoolRevision, Change), StoreError> {
@@ -374,6 +420,7 @@ pub(super) async fn sweep(
     }
     for (statement, before) in [
         ("DELETE FROM reservations WHERE expires_ms <= ?1", now.unix_ms()),
+        ("DELETE FROM burn_rates WHERE sampled_ms < ?1", now.unix_ms().saturating_sub(retention_ms)),
         ("DELETE FROM remembered_calls WHERE ends_slice < ?1", now.unix_ms() / SLICE_MS),
     ] {
         let done = sqlx::query(statement).bind(before as i64).execute(connection).await.map_err(&failed)?;
@@ -402,7 +449,8 @@ pub(super) async fn remove_pool(
         .await
         .map_err(&failed)?;
     }
-    let done = sqlx::query("DELETE FROM reservations WHERE pool = ?1").bind(pool.0 as i64);
-    done.execute(connection).await.map_err(&failed)?;
+    for statement in ["DELETE FROM reservations WHERE pool = ?1", "DELETE FROM burn_rates WHERE pool = ?1"] {
+        sqlx::query(statement).bind(pool.0 as i64).execute(connection).await.map_err(&failed)?;
+    }
     Ok(())
 }

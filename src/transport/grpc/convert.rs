@@ -320,6 +320,8 @@ pub(super) fn timestamp(at: Timestamp) -> prost_types::Timestamp {
 }
 
 fn duration(ms: u64) -> prost_types::Duration {
+    // The longest duration that the wire type allows: about 10,000 years.
+    let ms = ms.min(315_576_000_000_000);
     prost_types::Duration { seconds: (ms / 1_000) as i64, nanos: (ms % 1_000 * 1_000_000) as i32 }
 }
 
@@ -605,6 +607,10 @@ fn dimension_usage(view: &UsageView, index: usize, threshold: f64) -> pb::Dimens
     let (consumed, reserved) = view.reading.totals[index];
     let limit = dimension.limit_steps().map(|per_connection| view.entry.pool.limit(per_connection));
     let used_fraction = admission::used_fraction(of, limit, consumed + reserved);
+    let samples = view.reading.samples[index].iter().map(|sample| pb::UsageSample {
+        at: Some(timestamp(sample.at)),
+        cumulative: of.from_steps(sample.cumulative as f64),
+    });
     pb::DimensionUsage {
         unit: unit(of),
         window: window.to_string(),
@@ -615,10 +621,27 @@ fn dimension_usage(view: &UsageView, index: usize, threshold: f64) -> pb::Dimens
         used_fraction,
         mode: mode(limit.map(|_| admission::mode(used_fraction, threshold))),
         keys: Vec::new(),
-        burn_rate: None,
-        samples: Vec::new(),
+        burn_rate: Some(burn_rate(view, index, limit.map(|limit| limit - consumed - reserved))),
+        samples: samples.collect(),
         resets_at: None,
         signals: Vec::new(),
+    }
+}
+
+/// `remaining`, in steps, is `None` where the limit is not known.
+fn burn_rate(view: &UsageView, index: usize, remaining: Option<f64>) -> pb::BurnRate {
+    let DimensionKey { unit, window } = view.entry.dimensions()[index].key;
+    let rate = &view.reading.rates[index];
+    let to_exhaustion_ms = remaining.and_then(|remaining| match remaining <= 0.0 {
+        true => Some(0.0),
+        false => rate.time_to_exhaustion_ms(remaining),
+    });
+    pb::BurnRate {
+        units_per_second: unit.from_steps(rate.steps_per_second.unwrap_or_default()),
+        // A float that is too large becomes the largest duration.
+        time_to_exhaustion: to_exhaustion_ms.map(|ms| duration(ms.ceil() as u64)),
+        // What is in a sliding window now has aged out a window's length from now.
+        resets_first: to_exhaustion_ms.is_some_and(|ms| ms > window.length_ms() as f64),
     }
 }
 

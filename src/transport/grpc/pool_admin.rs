@@ -132,7 +132,7 @@ impl PoolAdmin for Api {
         &self,
         request: Request<pb::GetPoolUsageRequest>,
     ) -> Result<Response<pb::GetPoolUsageResponse>, Status> {
-        let pb::GetPoolUsageRequest { pool_id, api_key_ids, page_size, page_token, with_samples: _ } =
+        let pb::GetPoolUsageRequest { pool_id, api_key_ids, page_size, page_token, with_samples } =
             request.into_inner();
         let mut faults = Faults::default();
         let mut filter = vec!["usage", &pool_id];
@@ -145,7 +145,8 @@ impl PoolAdmin for Api {
         });
         let api_keys = keys.collect();
         let Some(pool) = pool.filter(|_| faults.is_empty()) else { return Err(invalid(faults.into_vec())) };
-        let view = self.0.pool_usage(&UsageCall { pool, api_keys, after, count: page.size }).await;
+        let view =
+            self.0.pool_usage(&UsageCall { pool, api_keys, after, count: page.size, with_samples }).await;
         let (usage, shown, more) = convert::usage(&view.map_err(of_admin)?);
         let next = shown.filter(|_| more).map(|last| page.token_after(last.as_bytes()));
         Ok(Response::new(pb::GetPoolUsageResponse {
