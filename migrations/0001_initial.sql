@@ -4,10 +4,14 @@ CREATE TABLE service (
     -- Writes of administrators so far; a pool's and a plan's revision is its value at their last write.
     config_revision INTEGER NOT NULL CHECK (config_revision >= 0),
     -- The newest instant that the counters have seen, in ms since 1970.
-    last_seen_ms    INTEGER NOT NULL CHECK (last_seen_ms >= 0)
+    last_seen_ms    INTEGER NOT NULL CHECK (last_seen_ms >= 0),
+    -- Names this data directory among replicas; chosen at the first start.
+    replica_id      TEXT    NOT NULL,
+    -- Stored settings, as a JSON document.
+    settings        TEXT    NOT NULL CHECK (json_valid(settings))
 ) STRICT;
 
-INSERT INTO service (id, config_revision, last_seen_ms) VALUES (1, 0, 0);
+INSERT INTO service (id, config_revision, last_seen_ms, replica_id, settings) VALUES (1, 0, 0, '', '{}');
 
 -- Pools with their allocations, as JSON documents.
 CREATE TABLE pools (

@@ -8,7 +8,8 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     clock::Clock,
     config::Config,
-    service::{Service, Settings},
+    core::settings::{Settings, StoreDriver},
+    service::{Service, Start},
     store::{
         DirectoryStore, Ledger, StoreError,
         sqlite::{OpenError, SqliteDirectory, SqliteLedger, SqliteStore},

@@ -9,6 +9,7 @@ use super::{
     ids::{ApiKeyId, ConnectionId, InvalidField, PoolId, PoolRevision},
     plan::{Dimension, DimensionKey, Plan, PlanSpec},
     pool::{Allocation, AllocationSpec, Pool, PoolSpec},
+    settings::{SettingsUpdate, StoredSettings},
     units::Timestamp,
 };
 
@@ -101,6 +102,7 @@ pub struct Directory {
     by_connection: HashMap<ConnectionId, Arc<PoolEntry>>,
     by_life: OrdMap<PoolRevision, Arc<PoolEntry>>,
     plans: OrdMap<ConnectionId, Arc<PlanEntry>>,
+    settings: Arc<StoredSettings>,
     allocations: usize,
 }
 
@@ -155,6 +157,8 @@ pub enum Change {
         /// Of the stored plan.
         revision: u64,
     },
+    /// Stores and forgets settings.
+    UpdateSettings(SettingsUpdate),
 }
 
 /// What a store has to write for a change.
@@ -168,6 +172,8 @@ pub enum Write {
     PutPlan(Arc<PlanEntry>),
     /// A stored plan that is gone.
     DeletePlan(ConnectionId),
+    /// The settings' new document.
+    PutSettings(Arc<StoredSettings>),
 }
 
 /// The directory after a change, and the one document that differs.
@@ -226,10 +232,11 @@ impl Directory {
     /// Names the mistakes of a document that this version cannot take.
     pub fn restore(
         revision: u64,
+        settings: StoredSettings,
         plans: Vec<PlanEntry>,
         pools: Vec<(Pool, PoolHistory)>,
     ) -> Result<Directory, ChangeRefused> {
-        let mut directory = Directory { revision, ..Directory::default() };
+        let mut directory = Directory { revision, settings: Arc::new(settings), ..Directory::default() };
         for entry in plans {
             directory.plans.insert(entry.plan.connection.clone(), Arc::new(entry));
         }
@@ -243,6 +250,16 @@ impl Directory {
     /// How many writes have been made.
     pub fn revision(&self) -> u64 {
         self.revision
+    }
+
+    /// The settings that are stored.
+    pub fn settings(&self) -> &StoredSettings {
+        &self.settings
+    }
+
+    /// How many pools there are.
+    pub fn pool_count(&self) -> usize {
+        self.pools.len()
     }
 
     /// The pool of this id.
@@ -308,6 +325,7 @@ impl Directory {
             }
             Change::PutPlan { spec, revision } => Some(next.put_plan(&spec, revision)?),
             Change::DeletePlan { connection, revision } => next.delete_plan(&connection, revision)?,
+            Change::UpdateSettings(update) => Some(next.update_settings(&update)?),
         };
         Ok(write.map(|write| Applied { next, write }))
     }
@@ -403,6 +421,11 @@ impl Directory {
         self.plans.remove(connection);
         self.replan(connection);
         Ok(Some(Write::DeletePlan(connection.clone())))
+    }
+
+    fn update_settings(&mut self, update: &SettingsUpdate) -> Result<Write, ChangeRefused> {
+        self.settings = Arc::new(self.settings.updated(update).map_err(ChangeRefused::Invalid)?);
+        Ok(Write::PutSettings(Arc::clone(&self.settings)))
     }
 
     /// Puts `pool` in the place of its former self, if it has one.

@@ -13,6 +13,7 @@
 //! | [`plan`]        | what may an account use?                                             |
 //! | [`catalog`]     | which plans does the service know without being told?                |
 //! | [`pool`]        | who shares what, in which proportion?                                |
+//! | [`settings`]    | what applies where a pool has nothing of its own?                    |
 //! | [`directory`]   | all pools and plans at one revision: what may change, and to what?   |
 //! | [`charge`]      | what would this request use, up to which bounds?                     |
 //! | [`admission`]   | given the counters, is it allowed? The one definition of the rule    |
@@ -31,5 +32,6 @@ pub mod memory;
 pub mod plan;
 pub mod pool;
 pub mod retry_after;
+pub mod settings;
 pub mod units;
 pub mod window;

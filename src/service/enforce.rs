@@ -44,6 +44,8 @@ pub struct Reserve {
 pub struct Decision {
     /// Revision of the configuration that was used.
     pub config_revision: u64,
+    /// What the score of a deprioritised candidate is multiplied by.
+    pub soft_factor: f64,
     /// `None`: no pool lists both key and connection, so there is nothing to enforce.
     pub decided: Option<Decided>,
 }
@@ -99,13 +101,19 @@ impl Service {
         let directory = self.0.directory.load_full();
         let config_revision = directory.revision();
         let Some((entry, allocation)) = directory.find(&call.api_key, &call.connection) else {
-            return Ok(Decision { config_revision, decided: None });
+            return Ok(Decision { config_revision, soft_factor: 1.0, decided: None });
         };
         if for_real {
             self.matched(entry);
         }
-        let threshold = self.0.settings.saturation_threshold;
-        let charge = Charge::new(entry, allocation, call.model.as_ref(), &call.estimate, threshold);
+        let settings = self.settings_at(&directory);
+        let charge = Charge::new(
+            entry,
+            allocation,
+            call.model.as_ref(),
+            &call.estimate,
+            settings.saturation_threshold,
+        );
         let (reading, reserved) = match &call.reserve {
             None => (self.0.ledger.check(&charge).await?, None),
             Some(reserve) => {
@@ -117,7 +125,7 @@ impl Service {
         let message = explain::message(&entry.pool, &charge, &reading, &verdict);
         let entry = Arc::clone(entry);
         let decided = Some(Decided { entry, charge, reading, verdict, reserved, message });
-        Ok(Decision { config_revision, decided })
+        Ok(Decision { config_revision, soft_factor: settings.soft_deprioritize_factor, decided })
     }
 }
 

@@ -4,6 +4,7 @@ mod enforce;
 mod explain;
 mod pool_admin;
 mod record;
+mod settings;
 mod usage;
 
 use std::sync::{
@@ -16,6 +17,7 @@ use arc_swap::{ArcSwap, Guard};
 pub use enforce::{Decided, Decision, EnforceCall, Reserve};
 pub use pool_admin::{AdminError, PoolView};
 pub use record::{RecordCall, RecordOutcome};
+pub use settings::{SettingsView, Status};
 pub use usage::{KeyRow, ReservationsPage, UsageCall, UsageView};
 
 use crate::{
@@ -23,20 +25,23 @@ use crate::{
     core::{
         directory::{Directory, PoolEntry},
         ids::PoolRevision,
+        settings::Settings,
         units::Timestamp,
     },
     store::{DirectoryStore, Ledger, LedgerError},
 };
 
-/// What applies where a pool has nothing of its own.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Settings {
-    /// Fraction of its limit from which a pool is in strict mode, 0 to 1.
-    pub saturation_threshold: f64,
-    /// What the score of a deprioritised candidate is multiplied by, 0 to 1.
-    pub soft_deprioritize_factor: f64,
+/// What a service is started with.
+#[derive(Clone, Debug)]
+pub struct Start {
+    /// Names this replica.
+    pub replica_id: String,
+    /// What applies where nothing is stored.
+    pub settings: Settings,
     /// How long idempotency keys and settled reservations are remembered, in ms.
     pub id_life_ms: u64,
+    /// A Redis URL is configured.
+    pub redis_url_configured: bool,
 }
 
 /// The use cases. A clone is the same service.
@@ -50,7 +55,8 @@ struct Inner {
     ledger: Arc<dyn Ledger>,
     store: Arc<dyn DirectoryStore>,
     clock: Arc<dyn Clock>,
-    settings: Settings,
+    start: Start,
+    started_at: Timestamp,
     /// When a call last matched each life of a pool, in ms.
     matched: papaya::HashMap<PoolRevision, AtomicU64>,
     /// Held by the one change of the directory that is under way.
@@ -64,11 +70,12 @@ impl Service {
         store: Arc<dyn DirectoryStore>,
         ledger: Arc<dyn Ledger>,
         clock: Arc<dyn Clock>,
-        settings: Settings,
+        start: Start,
     ) -> Self {
         let directory = ArcSwap::from_pointee(directory);
+        let started_at = clock.now();
         let (matched, turn) = (papaya::HashMap::new(), tokio::sync::Mutex::new(()));
-        Self(Arc::new(Inner { directory, ledger, store, clock, settings, matched, turn }))
+        Self(Arc::new(Inner { directory, ledger, store, clock, start, started_at, matched, turn }))
     }
 
     /// The configuration at one revision.
@@ -76,9 +83,13 @@ impl Service {
         self.0.directory.load()
     }
 
-    /// What applies where a pool has nothing of its own.
-    pub fn settings(&self) -> &Settings {
-        &self.0.settings
+    /// What applies where a pool has nothing of its own: what is stored, else what the service was started with.
+    pub fn settings(&self) -> Settings {
+        self.settings_at(&self.directory())
+    }
+
+    fn settings_at(&self, directory: &Directory) -> Settings {
+        directory.settings().over(&self.0.start.settings)
     }
 
     /// Remembers that a call has matched `entry` now.

@@ -156,7 +156,7 @@ impl Service {
     /// Applies a change: durable first, then in force. `None` if there was nothing to do.
     ///
     /// It goes on when the caller hangs up, so that what is stored is also in force.
-    async fn change(&self, change: Change) -> Result<Option<Write>, AdminError> {
+    pub(super) async fn change(&self, change: Change) -> Result<Option<Write>, AdminError> {
         let service = self.clone();
         let task = tokio::spawn(async move { service.change_in_turn(change).await });
         task.await.unwrap_or_else(|ended| {

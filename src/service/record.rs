@@ -162,7 +162,7 @@ impl Service {
             reservation,
             idempotency,
             fingerprint: Fingerprint::of(&call.api_key, model, &call.cost),
-            id_life_ms: self.0.settings.id_life_ms,
+            id_life_ms: self.0.start.id_life_ms,
         }
     }
 }

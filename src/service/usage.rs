@@ -70,7 +70,8 @@ impl Service {
         let life = entry.history.created_revision;
         let reading = self.0.ledger.usage(life, &entry.dimension_keys(), call.with_samples).await?;
         let (keys, more) = page_of_keys(&entry, &reading, call);
-        let threshold = entry.pool.saturation_threshold.unwrap_or(self.0.settings.saturation_threshold);
+        let settings = self.settings_at(&directory);
+        let threshold = entry.pool.saturation_threshold.unwrap_or(settings.saturation_threshold);
         Ok(UsageView { entry, reading, keys, more, threshold, config_revision: directory.revision() })
     }
 

@@ -85,6 +85,18 @@ pub trait Ledger: fmt::Debug + Send + Sync + 'static {
 
     /// Removes all that is kept of a life of a pool.
     async fn remove(&self, pool: PoolRevision) -> Result<(), LedgerError>;
+
+    /// How the store is.
+    fn condition(&self) -> Condition;
+}
+
+/// How a store is.
+#[derive(Clone, Debug, Default)]
+pub struct Condition {
+    /// Why nothing can be written now.
+    pub failing: Option<StoreError>,
+    /// How often the clock went back so far that it was believed, since the start.
+    pub clock_steps: u64,
 }
 
 /// Where pools and plans are kept.

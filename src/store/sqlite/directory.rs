@@ -66,6 +66,9 @@ impl DirectoryStore for SqliteDirectory {
             Write::DeletePlan(connection) => {
                 sqlx::query("DELETE FROM plans WHERE connection_id = ?1").bind(connection.as_str())
             }
+            Write::PutSettings(settings) => {
+                sqlx::query("UPDATE service SET settings = ?1").bind(document(&**settings))
+            }
         };
         statement.execute(&mut *transaction).await.map_err(&failed)?;
         transaction.commit().await.map_err(&failed)
@@ -73,10 +76,11 @@ impl DirectoryStore for SqliteDirectory {
 
     async fn load(&self) -> Result<Directory, StoreError> {
         let failed = unavailable("reading the configuration");
-        let revision: i64 = sqlx::query_scalar("SELECT config_revision FROM service")
-            .fetch_one(&self.connection)
-            .await
-            .map_err(&failed)?;
+        let (revision, settings): (i64, String) =
+            sqlx::query_as("SELECT config_revision, settings FROM service")
+                .fetch_one(&self.connection)
+                .await
+                .map_err(&failed)?;
         let plans = sqlx::query("SELECT connection_id, revision, document FROM plans")
             .fetch_all(&self.connection)
             .await
@@ -89,9 +93,13 @@ impl DirectoryStore for SqliteDirectory {
         .map_err(&failed)?;
         let plans = plans.iter().map(read_plan).collect::<Result<_, _>>()?;
         let pools = pools.iter().map(read_pool).collect::<Result<_, _>>()?;
-        Directory::restore(unsigned("config_revision", revision)?, plans, pools).map_err(|refused| {
-            corrupt("the pools", refused.to_string(), "pools that do not share a connection")
-        })
+        Directory::restore(
+            unsigned("config_revision", revision)?,
+            parse("the settings", &settings)?,
+            plans,
+            pools,
+        )
+        .map_err(|refused| corrupt("the pools", refused.to_string(), "pools that do not share a connection"))
     }
 }
 

@@ -2,14 +2,14 @@
 
 use std::sync::{
     Arc,
-    atomic::{AtomicUsize, Ordering},
+    atomic::{AtomicU64, AtomicUsize, Ordering},
 };
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use sqlx::SqlitePool;
 use tokio::{
-    sync::{mpsc, oneshot},
+    sync::{mpsc, oneshot, watch},
     task::JoinHandle,
 };
 
@@ -28,7 +28,7 @@ use crate::{
         plan::DimensionKey,
         units::Timestamp,
     },
-    store::{Ledger, LedgerError, ReservationPlace, StoreError},
+    store::{Condition, Ledger, LedgerError, ReservationPlace, StoreError},
 };
 
 /// Most open reservations of the process.
@@ -61,7 +61,10 @@ pub(super) struct Shared {
     ids: AtomicUsize,
     waiting: AtomicUsize,
     /// The newest instant that any pool has seen, in ms.
-    last_seen_ms: std::sync::atomic::AtomicU64,
+    last_seen_ms: AtomicU64,
+    clock_steps: AtomicU64,
+    /// Why nothing can be written now.
+    pub(super) failing: watch::Sender<Option<StoreError>>,
 }
 
 /// What the writer is told.
@@ -143,6 +146,11 @@ impl Shared {
         state.accounted = size;
     }
 
+    /// The last commit failed.
+    pub(super) fn is_failing(&self) -> bool {
+        self.failing.borrow().is_some()
+    }
+
     /// The present instant. A step back that the ledgers believe is said once.
     fn now(&self) -> Timestamp {
         let now = self.clock.now();
@@ -150,6 +158,7 @@ impl Shared {
         let step_ms = last.ms_since(now);
         if step_ms > CLOCK_STEP_MS {
             self.last_seen_ms.store(now.unix_ms(), Ordering::Relaxed);
+            self.clock_steps.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(step_ms, "the clock went back: counters ahead of it count in the present window");
         }
         now
@@ -182,6 +191,8 @@ impl SqliteLedger {
             ids: AtomicUsize::new(0),
             waiting: AtomicUsize::new(0),
             last_seen_ms: last_seen.unix_ms().into(),
+            clock_steps: AtomicU64::new(0),
+            failing: watch::Sender::new(None),
         });
         for entry in directory.pools_after(None) {
             let pool = entry.history.created_revision;
@@ -200,6 +211,11 @@ impl SqliteLedger {
         let (orders, receiver) = mpsc::unbounded_channel();
         let writer = tokio::spawn(writer::run(Arc::clone(&shared), connection.clone(), receiver, last_seen));
         Ok(Self { shared, connection, orders, writer: Mutex::new(Some(writer)) })
+    }
+
+    /// Follows whether anything can be written: `None` while it can.
+    pub fn failing(&self) -> watch::Receiver<Option<StoreError>> {
+        self.shared.failing.subscribe()
     }
 
     /// Waits until everything that was asked for is durable; what is asked for later fails.
@@ -409,5 +425,12 @@ impl Ledger for SqliteLedger {
             self.shared.account(&mut state);
         }
         Ok(rows::remove_pool(&self.connection, pool, now).await?)
+    }
+
+    fn condition(&self) -> Condition {
+        Condition {
+            failing: self.shared.failing.borrow().clone(),
+            clock_steps: self.shared.clock_steps.load(Ordering::Relaxed),
+        }
     }
 }

@@ -73,14 +73,6 @@ impl Rows {
         }
     }
 
-    /// True if there is nothing to write.
-    pub(super) fn is_empty(&self) -> bool {
-        self.consumption.is_empty()
-            && self.reservations.is_empty()
-            && self.calls.is_empty()
-            && self.rates.is_empty()
-    }
-
     fn slice(&mut self, ends_at: Timestamp) -> &mut Vec<u8> {
         self.calls.entry(ends_at.unix_ms() / SLICE_MS).or_default()
     }

@@ -1,6 +1,6 @@
 //! The one writer: commits what all pools have gathered while the commit before was under way.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use sqlx::SqlitePool;
 use tokio::sync::mpsc;
@@ -18,6 +18,9 @@ use crate::{
 /// Most pools whose changes share a commit: bounds the time that one commit takes.
 const POOLS_PER_COMMIT_MAX: usize = 4_096;
 
+/// How often a failing disk is asked whether it is back.
+const PROBE_INTERVAL: Duration = Duration::from_secs(1);
+
 /// Commits until it is told to stop and everything that was asked for before is durable.
 pub(super) async fn run(
     shared: Arc<Shared>,
@@ -26,7 +29,7 @@ pub(super) async fn run(
     mut last_seen: Timestamp,
 ) {
     let mut received = Vec::new();
-    while orders.recv_many(&mut received, POOLS_PER_COMMIT_MAX).await > 0 {
+    while receive(&mut orders, &mut received, shared.is_failing()).await {
         let mut batch = Vec::with_capacity(received.len());
         let mut rows = Rows::default();
         for order in received.drain(..) {
@@ -43,13 +46,39 @@ pub(super) async fn run(
         }
         last_seen = stand_still(last_seen, shared.clock.now());
         let result = commit(&connection, &rows, last_seen).await;
-        if let Err(error) = &result {
-            let error = error as &dyn std::error::Error;
-            tracing::warn!(error, "a commit failed: its calls were answered with an error");
-        }
+        tell(&shared, &result);
         for (slot, waiting) in batch {
             finish(&shared, &slot, waiting, &result);
         }
+    }
+}
+
+/// Waits for orders; false if there will be none. While the disk is failing, an empty list comes by every second: a
+/// commit of nothing but the time, to learn whether the disk is back.
+async fn receive(orders: &mut mpsc::UnboundedReceiver<Order>, into: &mut Vec<Order>, failing: bool) -> bool {
+    let received = orders.recv_many(into, POOLS_PER_COMMIT_MAX);
+    if !failing {
+        return received.await > 0;
+    }
+    match tokio::time::timeout(PROBE_INTERVAL, received).await {
+        Ok(count) => count > 0,
+        Err(_) => true,
+    }
+}
+
+/// Makes known whether the disk takes commits; each change is said once.
+fn tell(shared: &Shared, result: &Result<(), StoreError>) {
+    let was_failing = shared.is_failing();
+    match result {
+        Ok(()) if was_failing => tracing::warn!("commits succeed again: records and changes are taken"),
+        Err(error) if !was_failing => {
+            let error = error as &dyn std::error::Error;
+            tracing::warn!(error, "commits fail: records and changes are refused, decisions go on");
+        }
+        _ => {}
+    }
+    if was_failing || result.is_err() {
+        shared.failing.send_replace(result.as_ref().err().cloned());
     }
 }
 
@@ -59,9 +88,6 @@ fn stand_still(last_seen: Timestamp, clock: Timestamp) -> Timestamp {
 }
 
 async fn commit(connection: &SqlitePool, rows: &Rows, last_seen: Timestamp) -> Result<(), StoreError> {
-    if rows.is_empty() {
-        return Ok(());
-    }
     let failed = unavailable("committing");
     let mut transaction = connection.begin_with("BEGIN IMMEDIATE").await.map_err(&failed)?;
     rows.write(&mut transaction).await.map_err(&failed)?;

@@ -16,10 +16,11 @@ use crate::{
             Allocation, AllocationSpec, Cap, CapSpec, Enforcement, FailureMode, ModelCap, ModelCapSpec,
             Policy, Pool, PoolSpec,
         },
+        settings::{SettingsUpdate, StoreDriver},
         units::{Amount, Cost, Timestamp, Unit},
         window::Window,
     },
-    service::{Decided, Decision, EnforceCall, KeyRow, RecordCall, Reserve, Settings, UsageView},
+    service::{Decided, Decision, EnforceCall, KeyRow, RecordCall, Reserve, SettingsView, Status, UsageView},
 };
 
 type Checked<T> = Result<T, Vec<InvalidField>>;
@@ -235,6 +236,34 @@ pub(super) fn plan_spec(wire: Option<pb::Plan>) -> Checked<(PlanSpec, u64)> {
     Ok((spec, revision))
 }
 
+/// The driver redis and its URL are told apart by the caller.
+pub(super) fn settings_update(request: pb::UpdateSettingsRequest) -> Checked<SettingsUpdate> {
+    let pb::UpdateSettingsRequest { settings, clear } = request;
+    let pb::Settings {
+        store_driver,
+        redis_url: _,
+        redis_url_configured: _,
+        saturation_threshold,
+        soft_deprioritize_factor,
+        consumption_retention_days,
+    } = settings.unwrap_or_default();
+    let store_driver = match pb::settings::StoreDriver::try_from(store_driver) {
+        Ok(pb::settings::StoreDriver::Unspecified) => None,
+        Ok(pb::settings::StoreDriver::Sqlite) => Some(StoreDriver::Sqlite),
+        Ok(pb::settings::StoreDriver::Redis) => Some(StoreDriver::Redis),
+        Err(_) => {
+            return Err(vec![InvalidField::new("settings.store_driver", store_driver, "SQLITE or REDIS")]);
+        }
+    };
+    Ok(SettingsUpdate {
+        store_driver,
+        saturation_threshold,
+        soft_deprioritize_factor,
+        consumption_retention_days: consumption_retention_days.map(i64::from),
+        clear,
+    })
+}
+
 fn missing(field: &str) -> InvalidField {
     InvalidField::new(field, "nothing", "a message")
 }
@@ -410,7 +439,7 @@ pub(super) fn plan(plan: &PlanInForce) -> pb::Plan {
     }
 }
 
-pub(super) fn decision(decision: Decision, settings: &Settings) -> pb::EnforceResponse {
+pub(super) fn decision(decision: Decision) -> pb::EnforceResponse {
     let allow = pb::EnforceResponse {
         decision: pb::enforce_response::Decision::Allow.into(),
         reason: pb::dimension_status::Reason::Ok.into(),
@@ -450,7 +479,7 @@ pub(super) fn decision(decision: Decision, settings: &Settings) -> pb::EnforceRe
     pb::EnforceResponse {
         reason: reason(&decided),
         deprioritize,
-        score_factor: if deprioritize { settings.soft_deprioritize_factor } else { 1.0 },
+        score_factor: if deprioritize { decision.soft_factor } else { 1.0 },
         message: decided.message,
         ..response
     }
@@ -549,6 +578,64 @@ fn mode(mode: Option<Mode>) -> i32 {
         Some(Mode::Strict) => pb::dimension_status::Mode::Strict,
     };
     mode.into()
+}
+
+/// `(stored, effective)`
+pub(super) fn settings(view: &SettingsView) -> (pb::Settings, pb::Settings) {
+    let SettingsView { stored, effective, store_driver, redis_url_configured } = view;
+    let stored = pb::Settings {
+        store_driver: stored.store_driver.map_or(pb::settings::StoreDriver::Unspecified.into(), driver),
+        redis_url: String::new(),
+        redis_url_configured: false,
+        saturation_threshold: stored.saturation_threshold,
+        soft_deprioritize_factor: stored.soft_deprioritize_factor,
+        consumption_retention_days: stored.consumption_retention_days.map(days),
+    };
+    let effective = pb::Settings {
+        store_driver: driver(*store_driver),
+        redis_url: String::new(),
+        redis_url_configured: *redis_url_configured,
+        saturation_threshold: Some(effective.saturation_threshold),
+        soft_deprioritize_factor: Some(effective.soft_deprioritize_factor),
+        consumption_retention_days: Some(days(effective.consumption_retention_days)),
+    };
+    (stored, effective)
+}
+
+fn driver(driver: StoreDriver) -> i32 {
+    let driver = match driver {
+        StoreDriver::Sqlite => pb::settings::StoreDriver::Sqlite,
+        StoreDriver::Redis => pb::settings::StoreDriver::Redis,
+    };
+    driver.into()
+}
+
+/// At most [`RETENTION_DAYS_MAX`](crate::core::settings::RETENTION_DAYS_MAX).
+fn days(days: u32) -> i32 {
+    days as i32
+}
+
+pub(super) fn status(status: Status) -> pb::GetStatusResponse {
+    let Status { version, replica_id, config_revision, uptime_ms, warnings } = status;
+    let config_revision = wire_revision(config_revision);
+    let this = pb::ReplicaStatus {
+        replica_id: replica_id.clone(),
+        version: version.to_owned(),
+        config_revision,
+        age: Some(duration(0)),
+    };
+    pb::GetStatusResponse {
+        version: version.to_owned(),
+        replica_id,
+        active_store: driver(StoreDriver::Sqlite),
+        degraded: false,
+        config_revision,
+        newest_config_revision: config_revision,
+        journal_length: 0,
+        uptime: Some(duration(uptime_ms)),
+        replicas: vec![this],
+        warnings,
+    }
 }
 
 pub(super) fn reservation(id: ReservationId, hold: &Hold) -> pb::Reservation {

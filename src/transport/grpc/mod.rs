@@ -25,8 +25,12 @@ mod pb {
 }
 
 /// The services whose health is told apart from that of the whole server.
-const SERVICES: [&str; 3] =
-    ["quotashare.v1.QuotaShare", "quotashare.v1.PoolAdmin", "quotashare.v1.PlanAdmin"];
+const SERVICES: [&str; 4] = [
+    "quotashare.v1.QuotaShare",
+    "quotashare.v1.PoolAdmin",
+    "quotashare.v1.PlanAdmin",
+    "quotashare.v1.SettingsAdmin",
+];
 
 /// Tells health checks whether this server can decide.
 #[derive(Clone)]
@@ -54,8 +58,8 @@ pub(crate) async fn server(
     let router = Server::builder()
         .add_service(pb::quota_share_server::QuotaShareServer::new(quota_share::Api(service.clone())))
         .add_service(pb::pool_admin_server::PoolAdminServer::new(pool_admin::Api(service.clone())))
-        .add_service(pb::plan_admin_server::PlanAdminServer::new(plan_admin::Api(service)))
-        .add_service(pb::settings_admin_server::SettingsAdminServer::new(settings_admin::Api))
+        .add_service(pb::plan_admin_server::PlanAdminServer::new(plan_admin::Api(service.clone())))
+        .add_service(pb::settings_admin_server::SettingsAdminServer::new(settings_admin::Api(service)))
         .add_service(health_service)
         .add_service(reflection().build_v1()?)
         .add_service(reflection().build_v1alpha()?);

@@ -196,7 +196,7 @@ impl PoolAdmin for Api {
         let request = request.into_inner().request.unwrap_or_default();
         let call = convert::enforce("request.", request).map_err(invalid)?;
         let answer = self.0.preview(call).await.map_err(of_ledger)?;
-        let response = Some(decision(answer, self.0.settings()));
+        let response = Some(decision(answer));
         Ok(Response::new(pb::PreviewDecisionResponse { response }))
     }
 

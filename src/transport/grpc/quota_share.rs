@@ -20,7 +20,7 @@ impl QuotaShare for Api {
     ) -> Result<Response<pb::EnforceResponse>, Status> {
         let call = enforce("", request.into_inner()).map_err(invalid)?;
         let answer = self.0.enforce(call).await.map_err(of_ledger)?;
-        Ok(Response::new(decision(answer, self.0.settings())))
+        Ok(Response::new(decision(answer)))
     }
 
     async fn record_consumption(

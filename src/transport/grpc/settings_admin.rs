@@ -1,14 +1,19 @@
-//! Settings that are stored: not there yet.
+//! Settings that are stored, and how this replica is.
 
 use tonic::{Request, Response, Status};
 
 use super::{
+    convert::{self, settings_update},
     pb::{self, settings_admin_server::SettingsAdmin},
-    status::not_built,
+    status::{invalid, not_built, of_admin},
+};
+use crate::{
+    core::{ids::InvalidField, settings::StoreDriver},
+    service::Service,
 };
 
 #[derive(Debug)]
-pub(super) struct Api;
+pub(super) struct Api(pub(super) Service);
 
 #[tonic::async_trait]
 impl SettingsAdmin for Api {
@@ -16,20 +21,34 @@ impl SettingsAdmin for Api {
         &self,
         _: Request<pb::GetSettingsRequest>,
     ) -> Result<Response<pb::GetSettingsResponse>, Status> {
-        Err(not_built("stored settings"))
+        let (stored, effective) = convert::settings(&self.0.settings_view());
+        Ok(Response::new(pb::GetSettingsResponse { stored: Some(stored), effective: Some(effective) }))
     }
 
     async fn update_settings(
         &self,
-        _: Request<pb::UpdateSettingsRequest>,
+        request: Request<pb::UpdateSettingsRequest>,
     ) -> Result<Response<pb::UpdateSettingsResponse>, Status> {
-        Err(not_built("stored settings"))
+        let request = request.into_inner();
+        let has_url = request.settings.as_ref().is_some_and(|settings| !settings.redis_url.is_empty());
+        let update = settings_update(request).map_err(invalid)?;
+        match (update.store_driver, has_url) {
+            (Some(StoreDriver::Redis), false) => {
+                let accepted = "the URL of a Redis, together with store_driver REDIS";
+                return Err(invalid(vec![InvalidField::new("settings.redis_url", "", accepted)]));
+            }
+            (Some(StoreDriver::Redis), true) | (_, true) => return Err(not_built("the driver redis")),
+            (Some(StoreDriver::Sqlite) | None, false) => {}
+        }
+        let view = self.0.update_settings(update).await.map_err(of_admin)?;
+        let (_, effective) = convert::settings(&view);
+        Ok(Response::new(pb::UpdateSettingsResponse { effective: Some(effective), warnings: Vec::new() }))
     }
 
     async fn get_status(
         &self,
         _: Request<pb::GetStatusRequest>,
     ) -> Result<Response<pb::GetStatusResponse>, Status> {
-        Err(not_built("a status report"))
+        Ok(Response::new(convert::status(self.0.status())))
     }
 }
