@@ -1,0 +1,262 @@
+//! One pool with its plan and its ledger, called the way the service calls them, with time in the test's hands.
+
+use std::sync::Arc;
+
+use quota_share::core::{
+    admission::{Reading, Reserved, Verdict},
+    charge::{self, Charge},
+    directory::{Change, Directory, PoolEntry},
+    ids::{ApiKeyId, CallId, ConnectionId, Fingerprint, Model, PoolId, ReservationId},
+    ledger::{Consumption, Contradiction, HoldRequest, PoolLedger, Recorded, Settlement, UsageReading},
+    plan::{DimensionKey, DimensionSpec, PlanSpec},
+    pool::{AllocationSpec, PoolSpec},
+    units::{Amount, Cost, Timestamp, Unit},
+    window::Window,
+};
+
+/// Where the threshold is not the pool's own.
+pub(crate) const THRESHOLD: f64 = 0.5;
+/// The edge of a bucket of every window that the tests use.
+pub(crate) const START: Timestamp = Timestamp::from_unix_ms(1_814_400_000_000);
+/// How long ids are remembered.
+pub(crate) const ID_LIFE_MS: u64 = 600_000;
+
+/// The connection that serves every request.
+const CONNECTION: &str = "c0";
+const POOL: &str = "team";
+
+pub(crate) fn cost(unit: Unit, steps: u64) -> Cost {
+    let mut cost = Cost::default();
+    let amount = Amount::saturating(steps);
+    match unit {
+        Unit::Percent => cost.percent = amount,
+        Unit::Requests => cost.requests = amount,
+        Unit::Tokens => cost.tokens = amount,
+        Unit::Usd => cost.usd = amount,
+    }
+    cost
+}
+
+pub(crate) fn tokens(steps: u64) -> Cost {
+    cost(Unit::Tokens, steps)
+}
+
+pub(crate) fn dimension(unit: Unit, window: &str) -> DimensionKey {
+    DimensionKey { unit, window: Window::parse(window).expect("a window") }
+}
+
+pub(crate) fn dimension_spec(unit: Unit, window: &str, limit: Option<f64>) -> DimensionSpec {
+    DimensionSpec { unit: unit.name().to_owned(), window: window.to_owned(), limit }
+}
+
+pub(crate) fn key(text: &str) -> ApiKeyId {
+    ApiKeyId::parse("api_key_id", text).expect("a key")
+}
+
+pub(crate) fn allocation(key: &str, weight: f64, policy: &str) -> AllocationSpec {
+    AllocationSpec {
+        api_key_id: key.to_owned(),
+        weight,
+        policy: policy.to_owned(),
+        ..AllocationSpec::default()
+    }
+}
+
+/// A pool of one connection.
+pub(crate) fn pool(allocations: Vec<AllocationSpec>) -> PoolSpec {
+    PoolSpec {
+        pool_id: POOL.to_owned(),
+        name: POOL.to_owned(),
+        connection_ids: vec![CONNECTION.to_owned()],
+        allocations,
+        ..PoolSpec::default()
+    }
+}
+
+/// Who asks for what.
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub(crate) key: String,
+    pub(crate) model: Option<String>,
+    pub(crate) cost: Cost,
+}
+
+impl Call {
+    pub(crate) fn new(key: &str, cost: Cost) -> Call {
+        Call { key: key.to_owned(), model: None, cost }
+    }
+
+    pub(crate) fn model(self, model: &str) -> Call {
+        Call { model: Some(model.to_owned()), ..self }
+    }
+
+    fn model_id(&self) -> Option<Model> {
+        self.model.as_deref().map(|text| Model::parse("model", text).expect("a model"))
+    }
+
+    fn fingerprint(&self) -> Fingerprint {
+        Fingerprint::of(&key(&self.key), self.model.as_deref().unwrap_or(""), &self.cost)
+    }
+}
+
+/// What was decided, and what was held.
+pub(crate) type Decided = (Verdict, Option<Reserved>);
+
+/// See the module.
+#[derive(Clone, Debug)]
+pub(crate) struct Rig {
+    pub(crate) ledger: PoolLedger,
+    pub(crate) now: Timestamp,
+    directory: Directory,
+    drawn: u64,
+}
+
+impl Rig {
+    pub(crate) fn new(pool: PoolSpec, plan: Vec<DimensionSpec>, now: Timestamp) -> Rig {
+        let mut directory = Directory::default();
+        apply(&mut directory, Change::CreatePool(pool));
+        let revision = entry(&directory).history.created_revision;
+        let mut rig = Rig { ledger: PoolLedger::new(revision, now), now, directory, drawn: 0 };
+        rig.put_plan(plan);
+        rig
+    }
+
+    pub(crate) fn wait(&mut self, ms: u64) {
+        self.now = self.now.plus_ms(ms);
+    }
+
+    /// Puts another plan in force; an empty one is none.
+    pub(crate) fn put_plan(&mut self, dimensions: Vec<DimensionSpec>) {
+        if !dimensions.is_empty() {
+            let spec = PlanSpec { connection_id: CONNECTION.to_owned(), provider: String::new(), dimensions };
+            apply(&mut self.directory, Change::PutPlan { spec, revision: 0 });
+        }
+    }
+
+    /// Puts other content into the pool.
+    pub(crate) fn update_pool(&mut self, spec: PoolSpec) {
+        apply(&mut self.directory, Change::UpdatePool { spec, revision: 0 });
+    }
+
+    pub(crate) fn entry(&self) -> Arc<PoolEntry> {
+        entry(&self.directory)
+    }
+
+    pub(crate) fn charge(&self, call: &Call) -> Charge {
+        let entry = self.entry();
+        let allocation = entry.pool.allocation(&call.key).expect("a key of the pool");
+        Charge::new(&entry, allocation, call.model_id().as_ref(), &call.cost, THRESHOLD)
+    }
+
+    pub(crate) fn reading(&mut self, call: &Call) -> Reading {
+        let charge = self.charge(call);
+        self.ledger.check(&charge, self.now)
+    }
+
+    /// What would be answered now, without any effect.
+    pub(crate) fn ask(&mut self, call: &Call) -> Verdict {
+        let charge = self.charge(call);
+        Verdict::of(&charge, &self.ledger.check(&charge, self.now))
+    }
+
+    /// What would be answered after a wait in which nothing happens.
+    pub(crate) fn ask_after(&self, call: &Call, ms: u64) -> Verdict {
+        let mut later = self.clone();
+        later.wait(ms);
+        later.ask(call)
+    }
+
+    pub(crate) fn hold(
+        &mut self,
+        call: &Call,
+        reserve_for_ms: u64,
+        request_id: &str,
+    ) -> Result<Decided, Contradiction> {
+        let charge = self.charge(call);
+        let wish = HoldRequest {
+            random: self.draw(),
+            connection: connection(),
+            model: call.model_id(),
+            reserve_for_ms,
+            request_id: request_id.to_owned(),
+            fingerprint: call.fingerprint(),
+        };
+        let enforced = self.ledger.enforce(&charge, wish, self.now)?;
+        Ok((Verdict::of(&charge, &enforced.reading), enforced.reserved))
+    }
+
+    /// A hold that is sure to be made.
+    pub(crate) fn must_hold(&mut self, call: &Call, reserve_for_ms: u64) -> ReservationId {
+        let (verdict, reserved) = self.hold(call, reserve_for_ms, "").expect("no request id to contradict");
+        reserved.unwrap_or_else(|| panic!("blocked: {verdict:?}")).id
+    }
+
+    /// What the call cost, with an idempotency key and the text of a reservation id, both of which may be empty.
+    pub(crate) fn record(
+        &mut self,
+        call: &Call,
+        idempotency_key: &str,
+        reservation: &str,
+    ) -> Result<Recorded, Contradiction> {
+        let entry = self.entry();
+        let allocation = entry.pool.allocation(&call.key);
+        let consumption = Consumption {
+            api_key: key(&call.key),
+            counts: charge::counts(&entry, allocation, call.model_id().as_ref(), &call.cost),
+            reservation: Some(reservation).filter(|text| !text.is_empty()).map(|text| Settlement {
+                call: CallId::of_reservation_id(text),
+                id: ReservationId::parse(text),
+                held_elsewhere: false,
+            }),
+            idempotency: Some(idempotency_key)
+                .filter(|text| !text.is_empty())
+                .map(|text| CallId::of_idempotency_key(&connection(), text)),
+            fingerprint: call.fingerprint(),
+            id_life_ms: ID_LIFE_MS,
+        };
+        self.ledger.record(&consumption, self.now)
+    }
+
+    /// Usage of all dimensions of the plan.
+    pub(crate) fn usage(&mut self) -> UsageReading {
+        let dimensions = self.entry().dimension_keys();
+        self.ledger.usage(&dimensions, self.now)
+    }
+
+    /// `(consumed, reserved)` of the pool in one dimension.
+    pub(crate) fn total(&mut self, dimension: DimensionKey) -> (f64, f64) {
+        self.ledger.usage(&[dimension], self.now).totals[0]
+    }
+
+    /// `(consumed, reserved)` of a key in one dimension.
+    pub(crate) fn of_key(&mut self, text: &str, dimension: DimensionKey) -> (f64, f64) {
+        let usage = self.ledger.usage(&[dimension], self.now);
+        usage.keys.get(&key(text)).map_or((0.0, 0.0), |seen| seen[0])
+    }
+
+    /// Names the next reservation as `other` will.
+    pub(crate) fn skip_names_of(&mut self, other: &Rig) {
+        self.drawn = other.drawn;
+    }
+
+    fn draw(&mut self) -> [u8; 12] {
+        self.drawn += 1;
+        let mut random = [0; 12];
+        random[4..].copy_from_slice(&self.drawn.to_be_bytes());
+        random
+    }
+}
+
+fn connection() -> ConnectionId {
+    ConnectionId::parse("connection_id", CONNECTION).expect("a connection")
+}
+
+fn entry(directory: &Directory) -> Arc<PoolEntry> {
+    let id = PoolId::parse("pool_id", POOL).expect("a pool id");
+    Arc::clone(directory.pool(&id).expect("the pool"))
+}
+
+fn apply(directory: &mut Directory, change: Change) {
+    let applied = directory.apply(change, START).expect("a valid change").expect("something to do");
+    *directory = applied.next;
+}
