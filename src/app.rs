@@ -2,8 +2,9 @@
 
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
-use tokio::{net::TcpListener, task::JoinHandle, time::timeout};
+use tokio::{net::TcpListener, sync::watch, task::JoinHandle, time::timeout};
 use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
 
 use crate::{
     clock::Clock,
@@ -27,7 +28,7 @@ pub struct Running {
     address: SocketAddr,
     health: Health,
     server: JoinHandle<Result<(), tonic::transport::Error>>,
-    sweeper: JoinHandle<()>,
+    background: [JoinHandle<()>; 2],
     stop: CancellationToken,
     ledger: Arc<SqliteLedger>,
     store: SqliteStore,
@@ -56,6 +57,12 @@ pub enum StartError {
     /// What is stored cannot be read.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// The driver redis was asked for.
+    #[error(
+        "the driver redis is not in this version, and with sqlite every replica would count for itself: set \
+         QUOTA_STORE_DRIVER=sqlite to run one replica alone"
+    )]
+    NoRedis,
     /// The descriptors of the contract are damaged.
     #[error("reflection: {0}")]
     Reflection(#[from] grpc::ReflectionError),
@@ -74,29 +81,56 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
     let directories = Arc::new(SqliteDirectory::new(&store));
     let directory = directories.load().await?;
     let ledger = Arc::new(SqliteLedger::start(&store, &directory, Arc::clone(&clock)).await?);
-    let pools = directory.pools_after(None).count();
-    let settings = Settings {
-        saturation_threshold: config.saturation_threshold,
-        soft_deprioritize_factor: config.soft_deprioritize_factor,
+    check_driver(&config, directory.settings().store_driver)?;
+    let pools = directory.pool_count();
+    let start = Start {
+        replica_id: store.replica_id(|| Uuid::now_v7().to_string()).await?,
+        settings: Settings {
+            saturation_threshold: config.saturation_threshold,
+            soft_deprioritize_factor: config.soft_deprioritize_factor,
+            consumption_retention_days: config.consumption_retention_days,
+        },
         id_life_ms: u64::from(config.id_life_seconds) * 1_000,
+        redis_url_configured: config.redis_url_configured,
     };
     let counters: Arc<dyn Ledger> = ledger.clone();
-    let service = Service::new(directory, directories, counters, clock, settings);
+    let service = Service::new(directory, directories, counters, clock, start);
 
     let stop = CancellationToken::new();
-    let (health, server) = grpc::server(service, listener, stop.clone().cancelled_owned()).await?;
+    let (health, server) = grpc::server(service.clone(), listener, stop.clone()).await?;
     let server = tokio::spawn(server);
-    let sweeper = tokio::spawn(sweep(Arc::clone(&ledger), config.consumption_retention_days));
+    let sweeper = tokio::spawn(sweep(Arc::clone(&ledger), service));
+    let disk_watcher = tokio::spawn(watch_disk(ledger.failing(), health.clone()));
     tracing::info!(driver = "sqlite", data = %store.path().display(), pools, "listening on {address}");
-    Ok(Running { address, health, server, sweeper, stop, ledger, store })
+    Ok(Running { address, health, server, background: [sweeper, disk_watcher], stop, ledger, store })
 }
 
-async fn sweep(ledger: Arc<SqliteLedger>, retention_days: u32) {
+/// A stored driver wins over a configured one; redis without a URL is as good as none.
+fn check_driver(config: &Config, stored: Option<StoreDriver>) -> Result<(), StartError> {
+    match stored.unwrap_or(config.store_driver) {
+        StoreDriver::Sqlite => Ok(()),
+        StoreDriver::Redis if config.redis_url_configured => Err(StartError::NoRedis),
+        StoreDriver::Redis => {
+            tracing::warn!("the driver redis needs QUOTA_STORE_REDIS_URL, which is not set: using sqlite");
+            Ok(())
+        }
+    }
+}
+
+/// Health says whether everything can be done: decisions go on while the disk fails, records are refused.
+async fn watch_disk(mut failing: watch::Receiver<Option<StoreError>>, health: Health) {
+    while failing.changed().await.is_ok() {
+        let serving = failing.borrow_and_update().is_none();
+        health.set(serving).await;
+    }
+}
+
+async fn sweep(ledger: Arc<SqliteLedger>, service: Service) {
     let mut interval = tokio::time::interval(SWEEP_INTERVAL);
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         interval.tick().await;
-        match ledger.sweep(retention_days).await {
+        match ledger.sweep(service.settings().consumption_retention_days).await {
             Ok(swept) => tracing::debug!(rows = swept.rows, "swept"),
             Err(error) => tracing::warn!(error = &error as &dyn std::error::Error, "the sweep failed"),
         }
@@ -115,6 +149,9 @@ impl Running {
     /// 2. take no new call, and let open ones finish, for a bounded time;
     /// 3. wait until what was asked for is on disk, and let go of the data directory.
     pub async fn stop(self) {
+        for task in &self.background {
+            task.abort();
+        }
         self.health.set(false).await;
         self.stop.cancel();
         let mut server = self.server;
@@ -131,7 +168,6 @@ impl Running {
                 tracing::warn!(?DRAIN_TIMEOUT, "open calls were cut off");
             }
         }
-        self.sweeper.abort();
         self.ledger.close().await;
         self.store.close().await;
         tracing::info!("stopped");

@@ -4,7 +4,11 @@ use std::{fmt, net::SocketAddr, path::PathBuf, str::FromStr};
 
 use clap::Parser;
 
-use crate::core::{ledger::ID_LIFE_MS_MAX, pool::fraction_hint};
+use crate::core::{
+    ledger::ID_LIFE_MS_MAX,
+    pool::fraction_hint,
+    settings::{RETENTION_DAYS_MAX, StoreDriver},
+};
 
 /// The variables as they were given, not yet checked. Each can be set as a flag or, by the same name, in the
 /// environment; the flag wins. An empty value is as good as none.
@@ -20,9 +24,12 @@ pub struct Args {
     /// The folder of the service's data; made if it is missing [default: ./data]
     #[arg(long, env = "DATA_DIR", value_name = "FOLDER", hide_env_values = true)]
     pub data_dir: Option<String>,
-    /// Where counters live: sqlite [default: sqlite]
+    /// Where counters live: sqlite; this version has no other driver [default: sqlite]
     #[arg(long, env = "QUOTA_STORE_DRIVER", value_name = "DRIVER", hide_env_values = true)]
     pub quota_store_driver: Option<String>,
+    /// The Redis that replicas share, for the driver redis
+    #[arg(long, env = "QUOTA_STORE_REDIS_URL", value_name = "URL", hide_env_values = true)]
+    pub quota_store_redis_url: Option<Secret>,
     /// Fraction of its limit from which a pool is in strict mode, unless it has its own: 0 to 1 [default: 0.5]
     #[arg(long, env = "QUOTA_SATURATION_THRESHOLD", value_name = "FRACTION", hide_env_values = true)]
     pub quota_saturation_threshold: Option<String>,
@@ -37,6 +44,22 @@ pub struct Args {
     pub quota_id_life_seconds: Option<String>,
 }
 
+/// A text that is never shown.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct Secret(String);
+
+impl From<String> for Secret {
+    fn from(text: String) -> Self {
+        Self(text)
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("***")
+    }
+}
+
 /// A configuration that can be run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
@@ -44,6 +67,10 @@ pub struct Config {
     pub listen: SocketAddr,
     /// `DATA_DIR`
     pub data_dir: PathBuf,
+    /// `QUOTA_STORE_DRIVER`, unless an administrator has stored another
+    pub store_driver: StoreDriver,
+    /// `QUOTA_STORE_REDIS_URL` is set
+    pub redis_url_configured: bool,
     /// `QUOTA_SATURATION_THRESHOLD`, 0 to 1
     pub saturation_threshold: f64,
     /// `QUOTA_SOFT_DEPRIORITIZE_FACTOR`, 0 to 1
@@ -90,6 +117,8 @@ impl Config {
         let config = Config {
             listen,
             data_dir: vars.read("DATA_DIR", &args.data_dir, "./data", "a folder"),
+            store_driver: StoreDriver::Sqlite,
+            redis_url_configured: args.quota_store_redis_url.as_ref().is_some_and(|url| !url.0.is_empty()),
             saturation_threshold: vars.fraction(
                 "QUOTA_SATURATION_THRESHOLD",
                 &args.quota_saturation_threshold,
@@ -104,7 +133,7 @@ impl Config {
                 "QUOTA_CONSUMPTION_RETENTION_DAYS",
                 &args.quota_consumption_retention_days,
                 "14",
-                3_660,
+                RETENTION_DAYS_MAX,
             ),
             id_life_seconds: vars.whole(
                 "QUOTA_ID_LIFE_SECONDS",
@@ -114,14 +143,22 @@ impl Config {
             ),
             warnings: Vec::new(),
         };
-        let warnings = vars.store_driver(args.quota_store_driver.as_deref().unwrap_or_default());
+        // An unknown driver must not stop what may be a router's only guard.
+        let (store_driver, warnings) = match args.quota_store_driver.as_deref().unwrap_or_default() {
+            "" | "sqlite" => (StoreDriver::Sqlite, Vec::new()),
+            "redis" => (StoreDriver::Redis, Vec::new()),
+            other => {
+                let warning = format!("QUOTA_STORE_DRIVER={other:?} is not a known driver: using sqlite");
+                (StoreDriver::Sqlite, vec![warning])
+            }
+        };
         if !listen.ip().is_loopback() && !insecure {
             let accepted = "a loopback address such as 127.0.0.1:50051: this version authenticates nobody. To serve \
                             everybody who can reach the address, set QUOTA_INSECURE=true";
             vars.refuse("QUOTA_LISTEN", &listen.to_string(), accepted);
         }
         if vars.refused.is_empty() {
-            Ok(Config { warnings, ..config })
+            Ok(Config { store_driver, warnings, ..config })
         } else {
             Err(InvalidConfig(vars.refused))
         }
@@ -185,21 +222,6 @@ impl Vars {
         let accepted = |_: Option<&u32>| format!("a whole number from 1 to {max}");
         self.read_if(variable, given, default, |value| (1..=max).contains(value), accepted)
     }
-
-    /// An unknown driver must not stop a router's only guard; one that is known to be missing must not be taken for
-    /// another.
-    fn store_driver(&mut self, given: &str) -> Vec<String> {
-        match given {
-            "" | "sqlite" => Vec::new(),
-            "redis" => {
-                let accepted =
-                    "sqlite, the only driver of this version: replicas would each count for themselves";
-                self.refuse("QUOTA_STORE_DRIVER", given, accepted);
-                Vec::new()
-            }
-            other => vec![format!("QUOTA_STORE_DRIVER={other:?} is not a known driver: using sqlite")],
-        }
-    }
 }
 
 #[cfg(test)]
@@ -232,7 +254,6 @@ mod tests {
             ("QUOTA_CONSUMPTION_RETENTION_DAYS", "0"),
             ("QUOTA_ID_LIFE_SECONDS", "1.5"),
             ("QUOTA_INSECURE", "yes"),
-            ("QUOTA_STORE_DRIVER", "redis"),
         ]);
         assert_eq!(
             errors.unwrap_err(),
@@ -241,9 +262,7 @@ mod tests {
              QUOTA_SATURATION_THRESHOLD=\"50\" is not valid: set it to a fraction from 0 to 1 (did you mean 0.5?)\n\
              QUOTA_SOFT_DEPRIORITIZE_FACTOR=\"NaN\" is not valid: set it to a fraction from 0 to 1\n\
              QUOTA_CONSUMPTION_RETENTION_DAYS=\"0\" is not valid: set it to a whole number from 1 to 3660\n\
-             QUOTA_ID_LIFE_SECONDS=\"1.5\" is not valid: set it to a whole number from 1 to 86400\n\
-             QUOTA_STORE_DRIVER=\"redis\" is not valid: set it to sqlite, the only driver of this version: replicas \
-             would each count for themselves",
+             QUOTA_ID_LIFE_SECONDS=\"1.5\" is not valid: set it to a whole number from 1 to 86400",
         );
     }
 

@@ -18,6 +18,7 @@ use super::{
     pool::ModelCapKey,
     retry_after::DEADLINES_FOLLOWED_MAX,
     units::{Amount, Cost, Timestamp, Unit},
+    window::SlidingCounter,
 };
 
 /// The longest life of a reservation.
@@ -261,14 +262,26 @@ impl PoolLedger {
     /// Takes over a change that was made durable in an earlier life. Consumption must come by bucket, the oldest first.
     pub fn restore(&mut self, change: Change) {
         match change {
+            // What lies ahead is left over from a clock that went back: what counted of it has been moved, and the
+            // rest must not push out what is there.
             Change::Consumed { api_key, counter, bucket, delta } => {
-                self.add(&api_key, &counter, bucket, Amount::saturating(delta.unsigned_abs()));
+                if let Ok(steps @ 1..) = u64::try_from(delta)
+                    && bucket <= counter.dimension.window.bucket(self.now)
+                {
+                    self.add(&api_key, &counter, bucket, Amount::saturating(steps));
+                }
             }
             Change::Held(random, hold) => self.hold(random, &hold),
             Change::Freed(random, _) => drop(self.free(&random)),
             Change::Sampled { dimension, after, .. } => self.dimension_mut(dimension).sampler.restore(after),
-            Change::Record(call, memory) => self.records.insert(call, memory),
-            Change::Request(call, memory) => self.requests.insert(call, memory),
+            Change::Record(call, memory) => {
+                let latest = self.now.plus_ms(RESERVE_MS_MAX + ID_LIFE_MS_MAX);
+                self.records.insert(call, RecordMemory { ends_at: memory.ends_at.min(latest), ..memory });
+            }
+            Change::Request(call, memory) => {
+                let latest = self.now.plus_ms(RESERVE_MS_MAX);
+                self.requests.insert(call, RequestMemory { ends_at: memory.ends_at.min(latest), ..memory });
+            }
         }
     }
 
@@ -549,7 +562,7 @@ impl PoolLedger {
 
     /// What was filed ahead of `clock` counts in its bucket; nothing lives longer from there than it could have.
     fn step_back_to(&mut self, clock: Timestamp) {
-        self.now = clock;
+        let until = std::mem::replace(&mut self.now, clock);
         let mut moved = Vec::new();
         for (key, counters) in &mut self.keys {
             let plan = self.dimensions.iter().zip(&mut counters.dimensions);
@@ -569,8 +582,11 @@ impl PoolLedger {
                 counter.consumed.rebase(bucket);
             }
         }
-        for dimension in &mut self.dimensions {
-            dimension.total.consumed.rebase(dimension.key.window.bucket(clock));
+        // The total may have forgotten buckets that a key which moved on later still has.
+        for (position, dimension) in self.dimensions.iter_mut().enumerate() {
+            let of_keys = self.keys.values().filter_map(|counters| counters.dimensions.get(position));
+            let bucket = dimension.key.window.bucket(clock);
+            dimension.total.consumed = SlidingCounter::sum(bucket, of_keys.map(|counter| counter.consumed));
         }
         let moves = moved.into_iter();
         self.changes.extend(moves.map(|(api_key, counter, bucket, delta)| Change::Consumed {
@@ -586,8 +602,8 @@ impl PoolLedger {
             self.hold(random, &hold);
             self.changes.push(Change::Held(random, hold));
         }
-        self.requests.cut(latest_deadline);
-        self.records.cut(latest_deadline.plus_ms(ID_LIFE_MS_MAX));
+        self.requests.cut(until, latest_deadline);
+        self.records.cut(until, latest_deadline.plus_ms(ID_LIFE_MS_MAX));
     }
 
     /// What the counters of `charge` hold. Open reservations are looked through only where a wait will be asked for.

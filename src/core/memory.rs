@@ -100,10 +100,11 @@ impl<T: Ends> Memories<T> {
         self.slices.drain(..ended).map(|(_, slice)| slice.len()).sum()
     }
 
-    /// Ends everything by `latest`: the clock went back, and nothing may live longer than it was meant to.
-    pub fn cut(&mut self, latest: Timestamp) {
+    /// Ends everything by `latest`: the clock went back from `until`, and nothing may live longer than it was meant to.
+    pub fn cut(&mut self, until: Timestamp, latest: Timestamp) {
         let all: Vec<_> = self.slices.drain(..).flat_map(|(_, slice)| slice).collect();
-        for (id, mut memory) in all {
+        // What has ended and not been dropped yet must not come back to life.
+        for (id, mut memory) in all.into_iter().filter(|(_, memory)| memory.ends_at() > until) {
             memory.end_at(memory.ends_at().min(latest));
             self.insert(id, memory);
         }

@@ -65,7 +65,9 @@ impl Window {
     /// bursts around a bucket's edge can together exceed a limit within one true window.
     pub fn estimate(self, at: Timestamp, previous: f64, current: f64) -> f64 {
         let elapsed = at.unix_ms() % self.length_ms;
-        previous * (self.length_ms - elapsed) as f64 / self.length_ms as f64 + current
+        let faded = previous * (self.length_ms - elapsed) as f64 / self.length_ms as f64;
+        // Rounding must not make it more than it was.
+        faded.min(previous) + current
     }
 }
 
@@ -143,6 +145,18 @@ impl SlidingCounter {
             let current = Amount::saturating(self.current.saturating_add(self.previous)).steps();
             *self = Self { bucket, current, previous: 0 };
         }
+    }
+
+    /// What `counters` hold together, as seen from `bucket`.
+    pub fn sum(bucket: u64, counters: impl Iterator<Item = SlidingCounter>) -> SlidingCounter {
+        counters.fold(SlidingCounter { bucket, ..SlidingCounter::default() }, |sum, counter| {
+            let (previous, current) = counter.seen_from(bucket);
+            SlidingCounter {
+                bucket,
+                current: sum.current + Amount::saturating(current).room_on(sum.current),
+                previous: sum.previous + Amount::saturating(previous).room_on(sum.previous),
+            }
+        })
     }
 
     /// `(previous, current)` as seen from `bucket`.

@@ -192,6 +192,13 @@ impl Player {
         Snapshot { usage: self.rig.usage(), seen, open: open.into_iter().map(|(id, _)| id).collect() }
     }
 
+    /// A snapshot without rates of consumption: of these a restart keeps the last sample only.
+    pub(crate) fn counted(&mut self) -> Snapshot {
+        let mut snapshot = self.snapshot();
+        snapshot.usage.rates.clear();
+        snapshot
+    }
+
     fn see(&mut self, call: &Call) -> Seen {
         let charge = self.rig.charge(call);
         let reading = self.rig.reading(call);

@@ -220,17 +220,17 @@ impl Rig {
     /// Usage of all dimensions of the plan.
     pub(crate) fn usage(&mut self) -> UsageReading {
         let dimensions = self.entry().dimension_keys();
-        self.ledger.usage(&dimensions, self.now)
+        self.ledger.usage(&dimensions, false, self.now)
     }
 
     /// `(consumed, reserved)` of the pool in one dimension.
     pub(crate) fn total(&mut self, dimension: DimensionKey) -> (f64, f64) {
-        self.ledger.usage(&[dimension], self.now).totals[0]
+        self.ledger.usage(&[dimension], false, self.now).totals[0]
     }
 
     /// `(consumed, reserved)` of a key in one dimension.
     pub(crate) fn of_key(&mut self, text: &str, dimension: DimensionKey) -> (f64, f64) {
-        let usage = self.ledger.usage(&[dimension], self.now);
+        let usage = self.ledger.usage(&[dimension], false, self.now);
         usage.keys.get(&key(text)).map_or((0.0, 0.0), |seen| seen[0])
     }
 

@@ -233,11 +233,11 @@ fn a_ledger_that_is_restored_from_its_changes_reads_and_answers_alike() {
     for_all(CASES, (any_case(MIXED), 0..2_000u64, any_history()), |(case, wait_ms, next)| {
         let mut player = case.played();
         player.rig.wait(wait_ms);
-        let before = player.snapshot();
+        let before = player.counted();
         let mut restored = restored(&mut player);
-        prop_assert_eq!(restored.snapshot(), before);
+        prop_assert_eq!(restored.counted(), before);
         prop_assert_eq!(restored.play(&next), player.play(&next));
-        prop_assert_eq!(restored.snapshot(), player.snapshot());
+        prop_assert_eq!(restored.counted(), player.counted());
         Ok(())
     });
 }
@@ -247,8 +247,8 @@ fn a_ledger_that_is_restored_after_the_clock_went_back_reads_alike() {
     for_all(CASES, (any_case(MIXED), CLOCK_STEP_MS + 1..WEEK_MS), |(case, back_ms)| {
         let mut player = case.played();
         player.rig.now = Timestamp::from_unix_ms(player.rig.now.unix_ms() - back_ms);
-        let before = player.snapshot();
-        prop_assert_eq!(restored(&mut player).snapshot(), before);
+        let before = player.counted();
+        prop_assert_eq!(restored(&mut player).counted(), before);
         Ok(())
     });
 }

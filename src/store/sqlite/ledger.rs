@@ -124,6 +124,13 @@ impl Slot {
         Self { pool, state: Mutex::new(state) }
     }
 
+    /// Lets the pool follow a clock that went back; returns what that changes.
+    pub(super) fn step_back(&self, now: Timestamp) -> Vec<Change> {
+        let mut state = self.state.lock();
+        state.ledger.compact(now);
+        state.ledger.take_changes()
+    }
+
     /// What the next commit carries of this pool.
     pub(super) fn start_commit(&self) -> Vec<Waiting> {
         let mut state = self.state.lock();
@@ -144,6 +151,11 @@ impl Shared {
             total.fetch_add(now.wrapping_sub(before), Ordering::Relaxed);
         }
         state.accounted = size;
+    }
+
+    /// The slots of all pools.
+    pub(super) fn slots(&self) -> Vec<Arc<Slot>> {
+        self.pools.pin().values().cloned().collect()
     }
 
     /// The last commit failed.
@@ -234,8 +246,7 @@ impl SqliteLedger {
     /// (or two windows, whichever is longer).
     pub async fn sweep(&self, retention_days: u32) -> Result<Sweep, StoreError> {
         let now = self.shared.now();
-        let slots: Vec<Arc<Slot>> = self.shared.pools.pin().values().cloned().collect();
-        for slot in slots {
+        for slot in self.shared.slots() {
             let mut state = slot.state.lock();
             state.ledger.compact(now);
             self.shared.account(&mut state);

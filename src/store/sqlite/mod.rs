@@ -105,6 +105,15 @@ impl SqliteStore {
         Ok(Self { path, connection, _lock: lock })
     }
 
+    /// Names this data directory among replicas: chosen by `choose` at the first start, and kept.
+    pub async fn replica_id(&self, choose: impl FnOnce() -> String) -> Result<String, StoreError> {
+        let failed = unavailable("reading the replica's id");
+        let update = "UPDATE service SET replica_id = ?1 WHERE replica_id = ''";
+        sqlx::query(update).bind(choose()).execute(&self.connection).await.map_err(&failed)?;
+        let read = sqlx::query_scalar("SELECT replica_id FROM service");
+        read.fetch_one(&self.connection).await.map_err(&failed)
+    }
+
     /// The database file.
     pub fn path(&self) -> &Path {
         &self.path

@@ -29,6 +29,9 @@ pub(super) async fn run(
     mut last_seen: Timestamp,
 ) {
     let mut received = Vec::new();
+    // What every pool has moved after the clock went back. It is carried by the commit that says so: at the next start,
+    // what lies ahead of the time last seen is left over.
+    let mut moved = Vec::new();
     while receive(&mut orders, &mut received, shared.is_failing()).await {
         let mut batch = Vec::with_capacity(received.len());
         let mut rows = Rows::default();
@@ -44,8 +47,19 @@ pub(super) async fn run(
             }
             batch.push((slot, waiting));
         }
-        last_seen = stand_still(last_seen, shared.clock.now());
-        let result = commit(&connection, &rows, last_seen).await;
+        let now = shared.clock.now();
+        if last_seen.ms_since(now) > CLOCK_STEP_MS {
+            moved.extend(shared.slots().into_iter().map(|slot| (slot.pool, slot.step_back(now))));
+        }
+        for (pool, changes) in &moved {
+            rows.add(*pool, changes);
+        }
+        let seen = stand_still(last_seen, now);
+        let result = commit(&connection, &rows, seen).await;
+        if result.is_ok() {
+            last_seen = seen;
+            moved.clear();
+        }
         tell(&shared, &result);
         for (slot, waiting) in batch {
             finish(&shared, &slot, waiting, &result);

@@ -154,13 +154,13 @@ fn reserve_ms(field: &str, wire: &prost_types::Duration) -> Result<u64, InvalidF
 }
 
 /// Whole ms, rounded up; `None` if it is negative or not a duration.
-fn duration_ms(wire: &prost_types::Duration) -> Option<u64> {
+pub(super) fn duration_ms(wire: &prost_types::Duration) -> Option<u64> {
     let seconds = u64::try_from(wire.seconds).ok()?;
     let nanos = u64::try_from(wire.nanos).ok().filter(|nanos| *nanos < 1_000_000_000)?;
     seconds.checked_mul(1_000)?.checked_add(nanos.div_ceil(1_000_000))
 }
 
-fn seconds(wire: &prost_types::Duration) -> String {
+pub(super) fn seconds(wire: &prost_types::Duration) -> String {
     format!("{} s and {} ns", wire.seconds, wire.nanos)
 }
 

@@ -11,6 +11,7 @@ mod status;
 use std::future::Future;
 
 use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
 use tonic::transport::server::{Server, TcpIncoming};
 use tonic_health::{ServingStatus, server::HealthReporter};
 use tonic_reflection::server::Builder;
@@ -46,25 +47,28 @@ impl Health {
     }
 }
 
-/// Serves on `listener` until `stop` ends, then lets open calls finish. The server reports SERVING at once.
+/// Serves on `listener` until `stop` is cancelled, then lets open calls finish. The server reports SERVING at once.
 pub(crate) async fn server(
     service: Service,
     listener: TcpListener,
-    stop: impl Future<Output = ()> + Send + 'static,
+    stop: CancellationToken,
 ) -> Result<(Health, impl Future<Output = Result<(), tonic::transport::Error>> + Send), ReflectionError> {
     let (reporter, health_service) = tonic_health::server::health_reporter();
     let health = Health(reporter);
     health.set(true).await;
     let router = Server::builder()
         .add_service(pb::quota_share_server::QuotaShareServer::new(quota_share::Api(service.clone())))
-        .add_service(pb::pool_admin_server::PoolAdminServer::new(pool_admin::Api(service.clone())))
+        .add_service(pb::pool_admin_server::PoolAdminServer::new(pool_admin::Api {
+            service: service.clone(),
+            stop: stop.clone(),
+        }))
         .add_service(pb::plan_admin_server::PlanAdminServer::new(plan_admin::Api(service.clone())))
         .add_service(pb::settings_admin_server::SettingsAdminServer::new(settings_admin::Api(service)))
         .add_service(health_service)
         .add_service(reflection().build_v1()?)
         .add_service(reflection().build_v1alpha()?);
     let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-    Ok((health, router.serve_with_incoming_shutdown(incoming, stop)))
+    Ok((health, router.serve_with_incoming_shutdown(incoming, stop.cancelled_owned())))
 }
 
 pub(crate) type ReflectionError = tonic_reflection::server::Error;

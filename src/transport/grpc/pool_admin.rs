@@ -1,26 +1,38 @@
 //! Pools, their allocations and their usage.
 
+use std::time::Duration;
+
 use prost::Message;
+use tokio::{sync::mpsc, time::MissedTickBehavior};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, codegen::BoxStream};
 
 use super::{
     convert::{self, allocation_spec, decision, plan, pool, pool_spec, revision, timestamp},
     page::{PAGE_BYTES_MAX, Page, invalid_token},
     pb::{self, pool_admin_server::PoolAdmin},
-    status::{invalid, not_built, of_admin, of_ledger},
+    status::{draining, invalid, not_built, of_admin, of_ledger},
 };
 use crate::{
     core::{
         directory::PoolEntry,
-        ids::{ApiKeyId, Faults, PoolId},
+        ids::{ApiKeyId, Faults, InvalidField, PoolId},
         units::Timestamp,
     },
     service::{Service, UsageCall},
     store::ReservationPlace,
 };
 
+/// How often usage is sent to a watcher who names no interval.
+const WATCH_INTERVAL: Duration = Duration::from_secs(5);
+
 #[derive(Debug)]
-pub(super) struct Api(pub(super) Service);
+pub(super) struct Api {
+    pub(super) service: Service,
+    /// Cancelled when the server drains: streams end with it.
+    pub(super) stop: CancellationToken,
+}
 
 #[tonic::async_trait]
 impl PoolAdmin for Api {
@@ -31,7 +43,7 @@ impl PoolAdmin for Api {
         // Output-only fields and the revision of a pool that is given back are ignored.
         let (spec, _) = pool_spec(request.into_inner().pool.map(|pool| pb::Pool { revision: 0, ..pool }))
             .map_err(invalid)?;
-        let entry = self.0.create_pool(spec).await.map_err(of_admin)?;
+        let entry = self.service.create_pool(spec).await.map_err(of_admin)?;
         let (pool, warnings) = (Some(pool(&entry)), entry.warnings());
         Ok(Response::new(pb::CreatePoolResponse { pool, warnings }))
     }
@@ -41,7 +53,7 @@ impl PoolAdmin for Api {
         request: Request<pb::GetPoolRequest>,
     ) -> Result<Response<pb::GetPoolResponse>, Status> {
         let id = pool_id(&request.into_inner().pool_id)?;
-        let view = self.0.pool(&id).map_err(of_admin)?;
+        let view = self.service.pool(&id).map_err(of_admin)?;
         Ok(Response::new(pb::GetPoolResponse {
             pool: Some(pool(&view.entry)),
             plan: Some(plan(&view.entry.plan)),
@@ -68,7 +80,7 @@ impl PoolAdmin for Api {
                 && (api_key_id.is_empty() || entry.pool.allocation(&api_key_id).is_some())
                 && (group.is_empty() || entry.pool.group == group)
         };
-        let directory = self.0.directory();
+        let directory = self.service.directory();
         let mut bytes = 0;
         let mut response = pb::ListPoolsResponse::default();
         for entry in directory.pools_after(after.as_deref()).filter(|entry| wanted(entry)) {
@@ -90,7 +102,7 @@ impl PoolAdmin for Api {
         request: Request<pb::UpdatePoolRequest>,
     ) -> Result<Response<pb::UpdatePoolResponse>, Status> {
         let (spec, revision) = pool_spec(request.into_inner().pool).map_err(invalid)?;
-        let entry = self.0.update_pool(spec, revision).await.map_err(of_admin)?;
+        let entry = self.service.update_pool(spec, revision).await.map_err(of_admin)?;
         let (pool, warnings) = (Some(pool(&entry)), entry.warnings());
         Ok(Response::new(pb::UpdatePoolResponse { pool, warnings }))
     }
@@ -101,7 +113,7 @@ impl PoolAdmin for Api {
     ) -> Result<Response<pb::DeletePoolResponse>, Status> {
         let pb::DeletePoolRequest { pool_id: id, revision: given } = request.into_inner();
         let (id, revision) = named_pool(&id, given)?;
-        let deleted = self.0.delete_pool(id, revision).await.map_err(of_admin)?;
+        let deleted = self.service.delete_pool(id, revision).await.map_err(of_admin)?;
         Ok(Response::new(pb::DeletePoolResponse { deleted }))
     }
 
@@ -112,7 +124,7 @@ impl PoolAdmin for Api {
         let pb::PutAllocationRequest { pool_id: id, allocation, revision: given } = request.into_inner();
         let (id, revision) = named_pool(&id, given)?;
         let allocation = allocation_spec(allocation).map_err(invalid)?;
-        let entry = self.0.put_allocation(id, allocation, revision).await.map_err(of_admin)?;
+        let entry = self.service.put_allocation(id, allocation, revision).await.map_err(of_admin)?;
         let (pool, warnings) = (Some(pool(&entry)), entry.warnings());
         Ok(Response::new(pb::PutAllocationResponse { pool, warnings }))
     }
@@ -124,7 +136,8 @@ impl PoolAdmin for Api {
         let pb::DeleteAllocationRequest { pool_id: id, api_key_id, revision: given } = request.into_inner();
         let (id, revision) = named_pool(&id, given)?;
         let api_key = ApiKeyId::parse("api_key_id", &api_key_id).map_err(|fault| invalid(vec![fault]))?;
-        let (entry, deleted) = self.0.delete_allocation(id, api_key, revision).await.map_err(of_admin)?;
+        let (entry, deleted) =
+            self.service.delete_allocation(id, api_key, revision).await.map_err(of_admin)?;
         Ok(Response::new(pb::DeleteAllocationResponse { pool: Some(pool(&entry)), deleted }))
     }
 
@@ -132,22 +145,12 @@ impl PoolAdmin for Api {
         &self,
         request: Request<pb::GetPoolUsageRequest>,
     ) -> Result<Response<pb::GetPoolUsageResponse>, Status> {
-        let pb::GetPoolUsageRequest { pool_id, api_key_ids, page_size, page_token, with_samples } =
-            request.into_inner();
         let mut faults = Faults::default();
-        let mut filter = vec!["usage", &pool_id];
-        filter.extend(api_key_ids.iter().map(String::as_str));
-        let page = Page::read(page_size, &page_token, &filter, &mut faults);
-        let after = page.after_text(&mut faults);
-        let pool = faults.take(PoolId::parse("pool_id", &pool_id));
-        let keys = (0..).zip(&api_key_ids).filter_map(|(index, key): (usize, _)| {
-            faults.take(ApiKeyId::parse(&format!("api_key_ids[{index}]"), key))
-        });
-        let api_keys = keys.collect();
-        let Some(pool) = pool.filter(|_| faults.is_empty()) else { return Err(invalid(faults.into_vec())) };
-        let view =
-            self.0.pool_usage(&UsageCall { pool, api_keys, after, count: page.size, with_samples }).await;
-        let (usage, shown, more) = convert::usage(&view.map_err(of_admin)?);
+        let Some(UsagePage { call, page }) = UsagePage::read(request.into_inner(), &mut faults) else {
+            return Err(invalid(faults.into_vec()));
+        };
+        let view = self.service.pool_usage(&call).await.map_err(of_admin)?;
+        let (usage, shown, more) = convert::usage(&view);
         let next = shown.filter(|_| more).map(|last| page.token_after(last.as_bytes()));
         Ok(Response::new(pb::GetPoolUsageResponse {
             usage: Some(usage),
@@ -157,9 +160,26 @@ impl PoolAdmin for Api {
 
     async fn watch_pool_usage(
         &self,
-        _: Request<pb::WatchPoolUsageRequest>,
+        request: Request<pb::WatchPoolUsageRequest>,
     ) -> Result<Response<BoxStream<pb::WatchPoolUsageResponse>>, Status> {
-        Err(not_built("WatchPoolUsage"))
+        let pb::WatchPoolUsageRequest { pool_id, interval, api_key_ids, page_size, with_samples } =
+            request.into_inner();
+        let mut faults = Faults::default();
+        let interval = interval.map_or(Some(WATCH_INTERVAL), |wire| faults.take(watch_interval(&wire)));
+        let call = pb::GetPoolUsageRequest {
+            pool_id,
+            api_key_ids,
+            page_size,
+            page_token: String::new(),
+            with_samples,
+        };
+        let read = UsagePage::read(call, &mut faults);
+        let (Some(interval), Some(page)) = (interval, read) else { return Err(invalid(faults.into_vec())) };
+        // Refused now, rather than by the first answer of the stream.
+        self.service.pool(&page.call.pool).map_err(of_admin)?;
+        let (sender, receiver) = mpsc::channel(1);
+        tokio::spawn(watch(self.service.clone(), page.call, interval, sender, self.stop.clone()));
+        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
 
     type WatchPoolUsageStream = BoxStream<pb::WatchPoolUsageResponse>;
@@ -176,7 +196,8 @@ impl PoolAdmin for Api {
         let pool = faults.take(PoolId::parse("pool_id", &pool_id));
         let api_key = convert::optional_key(&api_key_id, &mut faults);
         let Some(pool) = pool.filter(|_| faults.is_empty()) else { return Err(invalid(faults.into_vec())) };
-        let found = self.0.reservations(&pool, api_key.as_ref(), after, page.size).await.map_err(of_admin)?;
+        let found =
+            self.service.reservations(&pool, api_key.as_ref(), after, page.size).await.map_err(of_admin)?;
         let last = found.reservations.last().filter(|_| found.more);
         let next = last.map(|(id, hold)| page.token_after(&write_place((hold.deadline, id.random))));
         Ok(Response::new(pb::ListReservationsResponse {
@@ -195,7 +216,7 @@ impl PoolAdmin for Api {
     ) -> Result<Response<pb::PreviewDecisionResponse>, Status> {
         let request = request.into_inner().request.unwrap_or_default();
         let call = convert::enforce("request.", request).map_err(invalid)?;
-        let answer = self.0.preview(call).await.map_err(of_ledger)?;
+        let answer = self.service.preview(call).await.map_err(of_ledger)?;
         let response = Some(decision(answer));
         Ok(Response::new(pb::PreviewDecisionResponse { response }))
     }
@@ -210,7 +231,7 @@ impl PoolAdmin for Api {
         let api_key = convert::optional_key(&api_key_id, &mut faults);
         let dimension = convert::optional_dimension(unit, &window, &mut faults);
         let Some(pool) = pool.filter(|_| faults.is_empty()) else { return Err(invalid(faults.into_vec())) };
-        self.0.reset_usage(&pool, api_key.as_ref(), dimension).await.map_err(of_admin)?;
+        self.service.reset_usage(&pool, api_key.as_ref(), dimension).await.map_err(of_admin)?;
         Ok(Response::new(pb::ResetUsageResponse {}))
     }
 
@@ -219,6 +240,69 @@ impl PoolAdmin for Api {
         _: Request<pb::ImportPoolsRequest>,
     ) -> Result<Response<pb::ImportPoolsResponse>, Status> {
         Err(not_built("imports"))
+    }
+}
+
+/// A page of a pool's usage, and where it stands in the listing.
+struct UsagePage {
+    call: UsageCall,
+    page: Page,
+}
+
+impl UsagePage {
+    /// `None` if there are faults, these or earlier ones.
+    fn read(request: pb::GetPoolUsageRequest, faults: &mut Faults) -> Option<UsagePage> {
+        let pb::GetPoolUsageRequest { pool_id, api_key_ids, page_size, page_token, with_samples } = request;
+        let mut filter = vec!["usage", &pool_id];
+        filter.extend(api_key_ids.iter().map(String::as_str));
+        let page = Page::read(page_size, &page_token, &filter, faults);
+        let after = page.after_text(faults);
+        let pool = faults.take(PoolId::parse("pool_id", &pool_id));
+        let keys = (0..).zip(&api_key_ids).filter_map(|(index, key): (usize, _)| {
+            faults.take(ApiKeyId::parse(&format!("api_key_ids[{index}]"), key))
+        });
+        let api_keys = keys.collect();
+        let pool = pool.filter(|_| faults.is_empty())?;
+        Some(UsagePage { call: UsageCall { pool, api_keys, after, count: page.size, with_samples }, page })
+    }
+}
+
+fn watch_interval(wire: &prost_types::Duration) -> Result<Duration, InvalidField> {
+    let ms = convert::duration_ms(wire).filter(|ms| (1_000..=3_600_000).contains(ms));
+    let ms = ms.ok_or_else(|| {
+        InvalidField::new("interval", convert::seconds(wire), "a duration from 1s to 3600s")
+    })?;
+    Ok(Duration::from_millis(ms))
+}
+
+/// Sends a pool's usage now and at every interval, until the caller ends it, the pool is gone or the server drains.
+async fn watch(
+    service: Service,
+    call: UsageCall,
+    interval: Duration,
+    sender: mpsc::Sender<Result<pb::WatchPoolUsageResponse, Status>>,
+    stop: CancellationToken,
+) {
+    let mut interval = tokio::time::interval(interval);
+    interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            _ = interval.tick() => {}
+            () = sender.closed() => return,
+            () = stop.cancelled() => {
+                // A caller that has gone meanwhile needs no answer.
+                let _ = sender.send(Err(draining())).await;
+                return;
+            }
+        }
+        let answer = service.pool_usage(&call).await.map_err(of_admin).map(|view| {
+            let (usage, ..) = convert::usage(&view);
+            pb::WatchPoolUsageResponse { usage: Some(usage) }
+        });
+        let ended = answer.is_err();
+        if sender.send(answer).await.is_err() || ended {
+            return;
+        }
     }
 }
 
@@ -241,7 +325,7 @@ fn write_place((deadline, random): ReservationPlace) -> Vec<u8> {
     [&deadline.unix_ms().to_le_bytes()[..], &random[..]].concat()
 }
 
-fn read_place(place: &[u8]) -> Result<ReservationPlace, crate::core::ids::InvalidField> {
+fn read_place(place: &[u8]) -> Result<ReservationPlace, InvalidField> {
     let (deadline, random) = place.split_first_chunk().ok_or_else(invalid_token)?;
     let random = random.try_into().map_err(|_| invalid_token())?;
     Ok((Timestamp::from_unix_ms(u64::from_le_bytes(*deadline)), random))

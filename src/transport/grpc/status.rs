@@ -55,6 +55,11 @@ fn unavailable(message: String, reason: &str) -> Status {
     Status::with_error_details(Code::Unavailable, message, details)
 }
 
+/// UNAVAILABLE: the server is stopping; another replica, or this one in a moment, can go on.
+pub(super) fn draining() -> Status {
+    unavailable("this replica is stopping: call again".to_owned(), "DRAINING")
+}
+
 pub(super) fn of_change(refused: ChangeRefused) -> Status {
     let message = refused.to_string();
     match refused {
