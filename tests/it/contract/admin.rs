@@ -146,8 +146,8 @@ async fn deleting_what_is_not_there_changes_nothing() {
     assert!(server.delete_allocation("p", "B").await);
     server.put_plan("c1", [dimension(HOURLY, 1.0)]).await;
     server.delete_plan("c1").await;
-    let before = server.get_pool("p").await;
     let revision = server.enforce("A", "c1", None).await.config_revision;
+    let before = server.get_pool("p").await;
 
     assert!(!server.delete_allocation("p", "B").await);
     assert_eq!(server.delete_plan("c1").await.source(), Source::Catalog);

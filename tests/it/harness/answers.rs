@@ -115,9 +115,12 @@ impl pb::PoolUsage {
             assert_eq!(keys(usage), keys(&self.dimensions[0]), "every dimension lists the same keys");
             assert!(usage.keys.is_sorted_by_key(|key| &key.api_key_id), "keys come by name: {usage:?}");
             for key in &usage.keys {
-                let over = key.fair_share.map(|share| key.consumed + key.reserved - share);
-                assert_eq!(key.over_fair_share, over, "{key:?}");
-                assert_eq!(key.borrowing, over.is_some_and(|over| over > 0.0), "{key:?}");
+                assert_eq!(key.borrowing, key.over_fair_share.is_some_and(|over| over > 0.0), "{key:?}");
+                assert_eq!(key.over_fair_share.is_some(), key.fair_share.is_some(), "{key:?}");
+                if let (Some(over), Some(share)) = (key.over_fair_share, key.fair_share) {
+                    let (used, scale) = (key.consumed + key.reserved, key.consumed.max(share).max(1.0));
+                    assert!((used - share - over).abs() <= 1e-12 * scale, "{key:?}");
+                }
             }
             let numbers = usage.keys.iter().flat_map(|key| [Some(key.consumed), Some(key.reserved)]);
             let numbers = numbers.chain([Some(usage.consumed), Some(usage.reserved), usage.used_fraction]);
