@@ -8,6 +8,7 @@ use std::{
 use futures::future::join_all;
 use nix::sys::signal::Signal;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
+use tokio::task::JoinHandle;
 use tonic_health::pb::HealthCheckRequest;
 
 use crate::harness::{
@@ -39,6 +40,8 @@ struct Known {
     closed: HashSet<String>,
     /// Calls that were not acknowledged.
     pending: Vec<Call>,
+    /// How many there have been.
+    unacknowledged: usize,
 }
 
 impl Known {
@@ -47,6 +50,7 @@ impl Known {
         self.open.extend(other.open);
         self.closed.extend(other.closed);
         self.pending.extend(other.pending);
+        self.unacknowledged += other.unacknowledged;
     }
 
     /// Sends `call` and notes what came of it; false if it was not acknowledged.
@@ -60,6 +64,7 @@ impl Known {
             Call::Release(reservation) => self.release(client, reservation).await,
         };
         if !acknowledged {
+            self.unacknowledged += 1;
             self.pending.push(call);
         }
         acknowledged
@@ -138,6 +143,35 @@ async fn load(client: Client, caller: String) -> Known {
     known
 }
 
+/// Starts [`CALLERS`], each on a connection of its own.
+async fn start_load(process: &TestProcess, name: &str) -> Vec<JoinHandle<Known>> {
+    let clients = join_all((0..CALLERS).map(|_| Client::connect(process.address()))).await;
+    let callers = clients.into_iter().enumerate();
+    callers.map(|(n, client)| tokio::spawn(load(client, format!("{name}-{n}")))).collect()
+}
+
+/// What all callers know when the process is gone.
+async fn end_load(callers: Vec<JoinHandle<Known>>) -> Known {
+    let mut known = Known::default();
+    for caller in join_all(callers).await {
+        known.merge(caller.expect("callers end when the process does"));
+    }
+    known
+}
+
+/// Changes the pool, which is at `revision`, until the process is gone; the last revision that was acknowledged.
+async fn administrate(client: Client, revision: i64) -> i64 {
+    let mut acknowledged = revision;
+    loop {
+        let allocation = Some(hard("B", f64::from(acknowledged as u32 % 50)));
+        let request = pb::PutAllocationRequest { pool_id: "p".to_owned(), allocation, revision: 0 };
+        match client.pools().put_allocation(request).await {
+            Ok(written) => acknowledged = written.into_inner().pool.expect("the pool").revision,
+            Err(_) => return acknowledged,
+        }
+    }
+}
+
 /// Every reservation that is open, page by page.
 async fn open_reservations(client: &Client) -> HashSet<String> {
     let mut open = HashSet::new();
@@ -156,7 +190,7 @@ async fn open_reservations(client: &Client) -> HashSet<String> {
 async fn process_with_a_pool() -> TestProcess {
     let process = TestProcess::start().await;
     process.put_plan("c1", [dimension(WINDOW, 9e15)]).await;
-    process.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
+    process.create(pool("p", ["c1"], [hard("A", 50.0), hard("B", 50.0)])).await;
     process
 }
 
@@ -166,16 +200,17 @@ async fn fifty_kills_lose_nothing_that_was_acknowledged_and_invent_nothing() {
     let mut process = process_with_a_pool().await;
     let mut known = Known::default();
     for kill in 0..KILLS {
-        let callers: Vec<_> = (0..CALLERS)
-            .map(|caller| tokio::spawn(load(process.clone(), format!("{kill}-{caller}"))))
-            .collect();
+        let before = process.get_pool("p").await.pool.expect("the pool").revision;
+        let administrator = tokio::spawn(administrate(process.clone(), before));
+        let callers = start_load(&process, &kill.to_string()).await;
         tokio::time::sleep(Duration::from_millis(random.random_range(50..150))).await;
         process.kill();
-        for caller in join_all(callers).await {
-            known.merge(caller.expect("callers end when the process does"));
-        }
+        known.merge(end_load(callers).await);
+        let written = administrator.await.expect("it ends when the process does");
         process.restart().await;
 
+        let revision = process.get_pool("p").await.pool.expect("the pool").revision;
+        assert!(revision == written || revision == written + 1, "kill {kill}: {revision} after {written}");
         assert_what_was_acknowledged(&process, &known, kill).await;
         for call in std::mem::take(&mut known.pending) {
             assert!(known.send(&process, call.clone()).await, "kill {kill}: {call:?} is refused");
@@ -187,7 +222,10 @@ async fn fifty_kills_lose_nothing_that_was_acknowledged_and_invent_nothing() {
         );
         assert_eq!(open_reservations(&process).await, known.open, "kill {kill}: after the retries");
     }
-    assert!(known.consumed > 0 && !known.closed.is_empty(), "there was a load: {known:?}");
+    let calls = (known.consumed > 0, !known.closed.is_empty(), known.unacknowledged > KILLS);
+    assert_eq!(calls, (true, true, true), "there was a load, and kills came amidst it");
+    let revision = process.get_pool("p").await.pool.expect("the pool").revision;
+    assert!(revision > KILLS as i64, "there were changes: {revision}");
 
     for reservation in std::mem::take(&mut known.open) {
         assert!(process.release(&reservation).await, "{reservation} was still held");
@@ -266,18 +304,14 @@ async fn told_to_end_a_process_ends_well_and_soon_though_somebody_watches_its_he
 #[tokio::test]
 async fn told_to_end_under_load_a_process_keeps_what_it_acknowledged() {
     let mut process = process_with_a_pool().await;
-    let callers: Vec<_> =
-        (0..CALLERS).map(|caller| tokio::spawn(load(process.clone(), caller.to_string()))).collect();
+    let callers = start_load(&process, "load").await;
     let started = Instant::now();
     while process.used("p", WINDOW).await.0 < 100.0 {
         assert!(started.elapsed() < Duration::from_secs(60), "no load");
     }
     let (code, _) = process.end_with(Signal::SIGTERM).await;
     assert_eq!(code, Some(0), "{}", process.log());
-    let mut known = Known::default();
-    for caller in join_all(callers).await {
-        known.merge(caller.expect("callers end when the process does"));
-    }
+    let known = end_load(callers).await;
     process.restart().await;
     assert_what_was_acknowledged(&process, &known, 0).await;
 }
