@@ -79,6 +79,8 @@ fn is_a_refusal(status: &Status) -> bool {
         Code::Aborted,
         Code::FailedPrecondition,
         Code::Unimplemented,
+        // A message of more than 4 MB.
+        Code::OutOfRange,
     ];
     blame.contains(&status.code()) && !status.message().is_empty()
 }

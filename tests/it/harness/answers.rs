@@ -122,9 +122,11 @@ impl pb::PoolUsage {
                     assert!((used - share - over).abs() <= 1e-12 * scale, "{key:?}");
                 }
             }
+            let rate = usage.burn_rate.as_ref().map(|rate| rate.units_per_second);
             let numbers = usage.keys.iter().flat_map(|key| [Some(key.consumed), Some(key.reserved)]);
-            let numbers = numbers.chain([Some(usage.consumed), Some(usage.reserved), usage.used_fraction]);
-            assert!(numbers.flatten().all(|n| n.is_finite() && n >= 0.0), "{usage:?}");
+            let totals = [Some(usage.consumed), Some(usage.reserved), usage.used_fraction, rate];
+            let mut numbers = numbers.chain(totals).flatten();
+            assert!(numbers.all(|n| n.is_finite() && n >= 0.0), "{usage:?}");
         }
         self
     }

@@ -199,12 +199,8 @@ impl Client {
 
     /// The first thousand keys' usage, which must be all.
     pub(crate) async fn usage(&self, pool: &str) -> pb::PoolUsage {
-        let request = pb::GetPoolUsageRequest {
-            pool_id: pool.to_owned(),
-            page_size: 1_000,
-            with_samples: true,
-            ..Default::default()
-        };
+        let request =
+            pb::GetPoolUsageRequest { pool_id: pool.to_owned(), page_size: 1_000, ..Default::default() };
         let page = told(self.pools().get_pool_usage(request).await);
         assert_eq!(page.next_page_token, "", "this pool's keys do not fit on a page");
         page.usage.expect("the usage of the pool").checked()

@@ -17,12 +17,17 @@ use nix::{
     unistd::Pid,
 };
 use tempfile::TempDir;
-use tokio::sync::oneshot;
+use tokio::sync::{RwLock, oneshot};
 
 use super::Client;
 
 /// Far more than a start or a stop takes, so that a machine under load fails no test.
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Held while a process is started: until it has replaced itself with the binary, it has copies of all files that this
+/// process has open, and with them the lock on every data directory. Whoever lets go of one and takes it again must not
+/// be between the two meanwhile.
+pub(super) static STARTING: RwLock<()> = RwLock::const_new(());
 
 /// The real binary in a process of its own, on a free port, in a folder of its own. Killed with the value.
 #[derive(Debug)]
@@ -90,14 +95,14 @@ impl Deref for TestProcess {
 
 /// The exit code and the log of a start that fails.
 pub(crate) async fn failed_start(data_dir: &Path, vars: &[(&str, &str)]) -> (Option<i32>, String) {
-    let (mut process, _address) = Process::spawn(data_dir, vars);
+    let (mut process, _address) = Process::spawn(data_dir, vars).await;
     let status = process.ended().await;
     process.read_to_end();
     (status.code(), process.log())
 }
 
 async fn listening(data_dir: &Path) -> (Process, Client) {
-    let (process, address) = Process::spawn(data_dir, &[]);
+    let (process, address) = Process::spawn(data_dir, &[]).await;
     let Ok(Ok(address)) = tokio::time::timeout(PATIENCE, address).await else {
         panic!("the process does not listen: {}", process.log());
     };
@@ -113,7 +118,8 @@ struct Process {
 
 impl Process {
     /// Starts the binary; the receiver gets the address as soon as it is logged.
-    fn spawn(data_dir: &Path, vars: &[(&str, &str)]) -> (Self, oneshot::Receiver<SocketAddr>) {
+    async fn spawn(data_dir: &Path, vars: &[(&str, &str)]) -> (Self, oneshot::Receiver<SocketAddr>) {
+        let starting = STARTING.write().await;
         let mut child = Command::new(env!("CARGO_BIN_EXE_quota-share"))
             .env_clear()
             .env("DATA_DIR", data_dir)
@@ -124,6 +130,7 @@ impl Process {
             .stderr(Stdio::piped())
             .spawn()
             .expect("the binary was built");
+        drop(starting);
         let stderr = child.stderr.take().expect("piped above");
         let (tell, address) = oneshot::channel();
         let log = Arc::default();

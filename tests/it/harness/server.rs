@@ -10,7 +10,7 @@ use quota_share::{
 };
 use tempfile::TempDir;
 
-use super::Client;
+use super::{Client, process::STARTING};
 
 /// 2026-07-01T00:00:00Z: the edge of an hour, of a bucket of 5 h and of a day.
 pub(crate) const T0: Timestamp = Timestamp::from_unix_ms(1_782_864_000_000);
@@ -45,6 +45,7 @@ impl TestServer {
 
     /// As [`restart`](Self::restart), with another configuration.
     pub(crate) async fn restart_with(&mut self, change: impl FnOnce(&mut Config)) {
+        let _nobody_starts = STARTING.read().await;
         if let Some(running) = self.running.take() {
             running.stop().await;
         }
