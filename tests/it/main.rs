@@ -1,8 +1,16 @@
-//! The promises of the decision core, asked of it from outside.
+//! The promises of the service, asked of it from outside: of the core by its values, of the server over gRPC, of the
+//! program as a process.
 
 mod brute_force;
 mod cases;
+mod contract;
+mod harness;
+mod hostile_input;
+mod kill;
 mod ledger_ids;
+mod many_clients;
 mod model;
 mod oracle;
+mod reservations_outlive;
 mod rule_properties;
+mod scenarios;

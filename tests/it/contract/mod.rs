@@ -1,0 +1,8 @@
+//! What the contract in `proto/` promises beyond the scenarios.
+
+mod admin;
+mod decisions;
+mod infrastructure;
+mod large_pool;
+mod pages;
+mod refusals;

@@ -1,0 +1,230 @@
+//! One caller's connection: a call is one line, and a refusal is a panic.
+
+use std::{net::SocketAddr, time::Duration};
+
+use tonic::{
+    Response, Status,
+    transport::{Channel, Endpoint},
+};
+use tonic_health::pb::health_client::HealthClient;
+
+use super::{
+    pb::{
+        self, plan_admin_client::PlanAdminClient, pool_admin_client::PoolAdminClient,
+        quota_share_client::QuotaShareClient, settings_admin_client::SettingsAdminClient,
+    },
+    requests::{ask, spent},
+};
+
+/// A connection to a server. Clones share it.
+#[derive(Clone, Debug)]
+pub(crate) struct Client {
+    address: SocketAddr,
+    channel: Channel,
+}
+
+/// The answer of a call that was not refused.
+#[track_caller]
+pub(crate) fn told<T>(result: Result<Response<T>, Status>) -> T {
+    match result {
+        Ok(response) => response.into_inner(),
+        Err(status) => panic!("refused with {:?}: {}", status.code(), status.message()),
+    }
+}
+
+impl Client {
+    pub(crate) async fn connect(address: SocketAddr) -> Self {
+        let endpoint = Endpoint::from_shared(format!("http://{address}")).expect("an address is a URI");
+        let channel = endpoint.connect().await.expect("the server accepts connections");
+        Self { address, channel }
+    }
+
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    pub(crate) fn channel(&self) -> Channel {
+        self.channel.clone()
+    }
+
+    pub(crate) fn quota(&self) -> QuotaShareClient<Channel> {
+        QuotaShareClient::new(self.channel())
+    }
+
+    pub(crate) fn pools(&self) -> PoolAdminClient<Channel> {
+        PoolAdminClient::new(self.channel())
+    }
+
+    pub(crate) fn plans(&self) -> PlanAdminClient<Channel> {
+        PlanAdminClient::new(self.channel())
+    }
+
+    pub(crate) fn settings(&self) -> SettingsAdminClient<Channel> {
+        SettingsAdminClient::new(self.channel())
+    }
+
+    pub(crate) fn health(&self) -> HealthClient<Channel> {
+        HealthClient::new(self.channel())
+    }
+
+    /// Asks without holding anything.
+    pub(crate) async fn enforce(
+        &self,
+        key: &str,
+        connection: &str,
+        estimate: impl Into<Option<pb::Cost>>,
+    ) -> pb::EnforceResponse {
+        told(self.quota().enforce(ask(key, connection, estimate)).await)
+    }
+
+    /// Asks, and holds the estimate for a minute.
+    pub(crate) async fn reserve(
+        &self,
+        key: &str,
+        connection: &str,
+        estimate: impl Into<Option<pb::Cost>>,
+    ) -> pb::EnforceResponse {
+        let request = ask(key, connection, estimate).holding(Duration::from_secs(60));
+        told(self.quota().enforce(request).await)
+    }
+
+    pub(crate) async fn preview(&self, request: pb::EnforceRequest) -> pb::EnforceResponse {
+        let request = pb::PreviewDecisionRequest { request: Some(request) };
+        told(self.pools().preview_decision(request).await).response.expect("a preview is an answer")
+    }
+
+    /// Counts a cost that nothing was held for.
+    pub(crate) async fn record(
+        &self,
+        key: &str,
+        connection: &str,
+        cost: pb::Cost,
+    ) -> pb::RecordConsumptionResponse {
+        told(self.quota().record_consumption(spent(key, connection, cost)).await)
+    }
+
+    /// Counts a cost and gives back what was held for it.
+    pub(crate) async fn settle(
+        &self,
+        key: &str,
+        connection: &str,
+        reservation: &str,
+        cost: pb::Cost,
+    ) -> pb::RecordConsumptionResponse {
+        told(self.quota().record_consumption(spent(key, connection, cost).settling(reservation)).await)
+    }
+
+    /// Gives back what was held; false if nothing was.
+    pub(crate) async fn release(&self, reservation: &str) -> bool {
+        let request = pb::ReleaseReservationRequest {
+            reservation_id: reservation.to_owned(),
+            api_key_id: String::new(),
+        };
+        told(self.quota().release_reservation(request).await).released
+    }
+
+    pub(crate) async fn create(&self, pool: pb::Pool) -> pb::Pool {
+        let request = pb::CreatePoolRequest { pool: Some(pool) };
+        told(self.pools().create_pool(request).await).pool.expect("the pool that was created")
+    }
+
+    pub(crate) async fn update(&self, pool: pb::Pool) -> pb::Pool {
+        let request = pb::UpdatePoolRequest { pool: Some(pool) };
+        told(self.pools().update_pool(request).await).pool.expect("the pool that was written")
+    }
+
+    pub(crate) async fn delete_pool(&self, pool: &str) -> bool {
+        let request = pb::DeletePoolRequest { pool_id: pool.to_owned(), revision: 0 };
+        told(self.pools().delete_pool(request).await).deleted
+    }
+
+    pub(crate) async fn put_allocation(&self, pool: &str, allocation: pb::Allocation) -> pb::Pool {
+        let request =
+            pb::PutAllocationRequest { pool_id: pool.to_owned(), allocation: Some(allocation), revision: 0 };
+        told(self.pools().put_allocation(request).await).pool.expect("the pool that was written")
+    }
+
+    pub(crate) async fn delete_allocation(&self, pool: &str, key: &str) -> bool {
+        let request =
+            pb::DeleteAllocationRequest { pool_id: pool.to_owned(), api_key_id: key.to_owned(), revision: 0 };
+        told(self.pools().delete_allocation(request).await).deleted
+    }
+
+    pub(crate) async fn get_pool(&self, pool: &str) -> pb::GetPoolResponse {
+        told(self.pools().get_pool(pb::GetPoolRequest { pool_id: pool.to_owned() }).await)
+    }
+
+    pub(crate) async fn list_pools(&self) -> Vec<pb::Pool> {
+        let mut pools = Vec::new();
+        let mut request = pb::ListPoolsRequest { page_size: 1_000, ..Default::default() };
+        loop {
+            let page = told(self.pools().list_pools(request.clone()).await);
+            pools.extend(page.pools);
+            if page.next_page_token.is_empty() {
+                return pools;
+            }
+            request.page_token = page.next_page_token;
+        }
+    }
+
+    pub(crate) async fn list_plans(&self) -> Vec<pb::Plan> {
+        let request = pb::ListPlansRequest { page_size: 1_000, ..Default::default() };
+        let page = told(self.plans().list_plans(request).await);
+        assert_eq!(page.next_page_token, "", "tests store fewer plans than fit on a page");
+        page.plans
+    }
+
+    pub(crate) async fn put_plan(
+        &self,
+        connection: &str,
+        dimensions: impl Into<Vec<pb::Dimension>>,
+    ) -> pb::Plan {
+        told(self.plans().put_plan(pb::PutPlanRequest::of(connection, dimensions)).await)
+            .plan
+            .expect("the plan that was stored")
+    }
+
+    /// The plan in force.
+    pub(crate) async fn get_plan(&self, connection: &str, provider: &str) -> pb::Plan {
+        let request =
+            pb::GetPlanRequest { connection_id: connection.to_owned(), provider: provider.to_owned() };
+        told(self.plans().get_plan(request).await).plan.expect("a plan, be it an empty one")
+    }
+
+    /// The plan that is in force afterwards.
+    pub(crate) async fn delete_plan(&self, connection: &str) -> pb::Plan {
+        let request = pb::DeletePlanRequest { connection_id: connection.to_owned(), revision: 0 };
+        told(self.plans().delete_plan(request).await).plan.expect("a plan, be it an empty one")
+    }
+
+    /// The first thousand keys' usage, which must be all.
+    pub(crate) async fn usage(&self, pool: &str) -> pb::PoolUsage {
+        let request =
+            pb::GetPoolUsageRequest { pool_id: pool.to_owned(), page_size: 1_000, ..Default::default() };
+        let page = told(self.pools().get_pool_usage(request).await);
+        assert_eq!(page.next_page_token, "", "this pool's keys do not fit on a page");
+        page.usage.expect("the usage of the pool").checked()
+    }
+
+    /// What the pool has `(consumed, reserved)` in a dimension such as `tokens/hourly`.
+    pub(crate) async fn used(&self, pool: &str, dimension: &str) -> (f64, f64) {
+        let usage = self.usage(pool).await;
+        let usage = usage.dimension(dimension);
+        (usage.consumed, usage.reserved)
+    }
+
+    /// What is held in the pool, the oldest deadline first; a thousand at most, which must be all.
+    pub(crate) async fn reservations(&self, pool: &str) -> Vec<pb::Reservation> {
+        let request =
+            pb::ListReservationsRequest { pool_id: pool.to_owned(), page_size: 1_000, ..Default::default() };
+        let page = told(self.pools().list_reservations(request).await);
+        assert_eq!(page.next_page_token, "", "this pool's reservations do not fit on a page");
+        page.reservations
+    }
+
+    /// Sets everything that the pool has consumed to zero.
+    pub(crate) async fn reset(&self, pool: &str) {
+        let request = pb::ResetUsageRequest { pool_id: pool.to_owned(), ..Default::default() };
+        told(self.pools().reset_usage(request).await);
+    }
+}

@@ -1,0 +1,36 @@
+//! The real service in a test's hands: servers of its own, terse calls, and answers that are checked as they are read.
+//!
+//! | file         | what a test finds there                                                          |
+//! |--------------|----------------------------------------------------------------------------------|
+//! | `server`     | [`TestServer`]: the service in this process, with a clock that the test moves    |
+//! | `process`    | [`TestProcess`]: the binary with the machine's clock, to be killed and restarted |
+//! | `client`     | [`Client`]: one connection; a call is one line, a refusal is a panic             |
+//! | `requests`   | pools, plans, costs and calls, as terse as a table's row                         |
+//! | `answers`    | [`Verdict`], [`Refusal`] and look-ups in usage                                   |
+
+mod answers;
+mod client;
+mod process;
+mod requests;
+mod server;
+
+pub(crate) use answers::{Refusal, Verdict, blocked, millis, refusal, unix_ms};
+pub(crate) use client::{Client, told};
+pub(crate) use process::{TestProcess, failed_start};
+pub(crate) use requests::{
+    ask, burst, cost, dimension, exempt, hard, percent, pool, requests, soft, spent, tokens, unlimited, usd,
+};
+pub(crate) use server::{T0, TestServer};
+
+/// The contract as a client sees it: generated again, since the library keeps its wire types to itself.
+#[allow(
+    dead_code,
+    missing_docs,
+    unreachable_pub,
+    missing_debug_implementations,
+    clippy::all,
+    clippy::unwrap_used
+)]
+pub(crate) mod pb {
+    include!(concat!(env!("OUT_DIR"), "/quotashare.v1.rs"));
+}

@@ -1,0 +1,7 @@
+//! The acceptance scenarios, one test each, under their names.
+
+mod a_admission;
+mod c_plans;
+mod e_store;
+mod g_reads;
+mod t_second_set;
