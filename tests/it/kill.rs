@@ -9,7 +9,7 @@ use futures::future::join_all;
 use nix::sys::signal::Signal;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use tokio::task::JoinHandle;
-use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus};
 
 use crate::harness::{
     Client, TestProcess, Verdict, ask, dimension, failed_start, hard, pb, pool, spent, tokens, told, unix_ms,
@@ -290,10 +290,13 @@ async fn told_to_end_a_process_ends_well_and_soon_though_somebody_watches_its_he
         let mut process = process_with_a_pool().await;
         let watch = HealthCheckRequest { service: String::new() };
         let mut watched = told(process.health().watch(watch).await);
-        assert!(watched.message().await.is_ok_and(|first| first.is_some()));
+        let first = watched.message().await.expect("a health").expect("a health");
+        assert_eq!(first.status(), ServingStatus::Serving);
         process.record("A", "c1", tokens(7)).await;
 
-        let (code, took) = process.end_with(signal).await;
+        let ((code, took), last) = tokio::join!(process.end_with(signal), watched.message());
+        let last = last.expect("a health").expect("a health");
+        assert_eq!(last.status(), ServingStatus::NotServing, "{signal}");
         assert_eq!(code, Some(0), "{signal}: {}", process.log());
         assert!(took < Duration::from_secs(20), "{signal}: {took:?}");
         process.restart().await;

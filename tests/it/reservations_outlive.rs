@@ -1,7 +1,9 @@
 //! A reservation is settled or released in the pool that it was made in, whatever has become of that pool, its plan, the key
 //! and the connection: nothing leaks, and nothing of an old pool touches a new one.
 
-use crate::harness::{TestServer, dimension, hard, pb, pool, refusal, spent, tokens};
+use std::time::Duration;
+
+use crate::harness::{TestServer, ask, dimension, hard, pb, pool, refusal, spent, tokens, told};
 
 const HOURLY: &str = "tokens/hourly";
 const DAILY: &str = "tokens/daily";
@@ -106,6 +108,15 @@ async fn assert_that_nothing_is_held(server: &TestServer, event: Event) {
     }
 }
 
+/// What all pools have consumed in a dimension that all of them have.
+async fn counted_in_all_pools(server: &TestServer, name: &str) -> f64 {
+    let mut counted = 0.0;
+    for pool in server.list_pools().await {
+        counted += server.used(&pool.pool_id, name).await.0;
+    }
+    counted
+}
+
 #[tokio::test]
 async fn a_release_gives_back_what_was_held_whatever_happened_since() {
     for event in EVENTS {
@@ -137,19 +148,59 @@ async fn a_settled_cost_is_counted_once_where_the_connection_is_by_then() {
             assert_eq!((key.consumed, key.allocated), (15.0, allocated), "{event:?}");
         }
         assert_that_nothing_is_held(&server, event).await;
-        let mut counted = 0.0;
-        for pool in server.list_pools().await {
-            counted += server.usage(&pool.pool_id).await.dimensions.iter().map(|d| d.consumed).sum::<f64>();
-        }
+        let counted = counted_in_all_pools(&server, HOURLY).await + server.used("p", DAILY).await.0;
         let want = if event.counted_in().is_some() { 15.0 } else { 0.0 };
         assert_eq!(counted, want, "{event:?}: counted once, in one dimension");
     }
 }
 
 #[tokio::test]
+async fn a_settlement_that_is_sent_again_counts_nothing_whatever_happened_since() {
+    for event in EVENTS {
+        let (mut server, held) = server_with_a_hold().await;
+        server.settle("A", "c2", &held, tokens(15)).await;
+        event.happens(&server).await;
+        server.restart().await;
+        let again = server.settle("A", "c2", &held, tokens(15)).await;
+        assert_eq!((again.duplicate, again.reservation_expired), (true, false), "{event:?}");
+        assert_that_nothing_is_held(&server, event).await;
+        assert_eq!(counted_in_all_pools(&server, HOURLY).await, 15.0, "{event:?}");
+        assert_eq!(server.used("p", DAILY).await.0, 0.0, "{event:?}");
+    }
+}
+
+#[tokio::test]
+async fn what_a_model_cap_holds_is_given_back_whatever_model_was_used() {
+    let (server, _) = server_with_a_hold().await;
+    let caps = |models: [&str; 2]| {
+        models.into_iter().fold(hard("A", 50.0), |key, model| key.capped_for(model, HOURLY, 100.0))
+    };
+    let held_of = async |model: &str| {
+        let asked = ask("A", "c1", None).with_model(model);
+        let answer = told(server.quota().enforce(asked).await);
+        let status = answer.dimension(&format!("{HOURLY} of {model}"));
+        (status.key_consumed, status.key_reserved)
+    };
+    server.put_allocation("p", caps(["large", "small"])).await;
+    let attempt = ask("A", "c1", tokens(30)).with_model("large").holding(Duration::from_secs(60));
+    let first = told(server.quota().enforce(attempt.clone()).await).reservation_id;
+    let second = told(server.quota().enforce(attempt).await).reservation_id;
+    assert_eq!(held_of("large").await, (0.0, 60.0));
+
+    let fell_back = spent("A", "c1", tokens(20)).with_model("small").settling(&first);
+    told(server.quota().record_consumption(fell_back).await);
+    assert_eq!((held_of("large").await, held_of("small").await), ((0.0, 30.0), (20.0, 0.0)));
+
+    server.put_allocation("p", caps(["small", "other"])).await;
+    assert!(server.release(&second).await);
+    server.put_allocation("p", caps(["large", "small"])).await;
+    assert_eq!((held_of("large").await, held_of("small").await), ((0.0, 0.0), (20.0, 0.0)));
+}
+
+#[tokio::test]
 async fn a_hold_that_nobody_gives_back_ends_at_its_deadline_whatever_happened_since() {
     for event in EVENTS {
-        let (server, held) = server_with_a_hold().await;
+        let (mut server, held) = server_with_a_hold().await;
         event.happens(&server).await;
         server.at(59_999);
         let usage = server.usage("p").await;
@@ -158,10 +209,13 @@ async fn a_hold_that_nobody_gives_back_ends_at_its_deadline_whatever_happened_si
         assert_that_nothing_is_held(&server, event).await;
         assert!(!server.release(&held).await, "{event:?}");
 
-        let late = server.settle("A", "c2", &held, tokens(15)).await;
-        assert_eq!((late.duplicate, late.reservation_expired), (false, true), "{event:?}");
-        let again = server.settle("A", "c2", &held, tokens(15)).await;
-        assert_eq!((again.duplicate, again.reservation_expired), (true, true), "{event:?}");
+        server.restart().await;
+        for duplicate in [false, true] {
+            let late = server.settle("A", "c2", &held, tokens(15)).await;
+            assert_eq!((late.duplicate, late.reservation_expired), (duplicate, true), "{event:?}");
+            let pool = event.counted_in().map_or("p", |(pool, _)| pool);
+            assert_eq!(late.pool_id, pool, "{event:?}");
+        }
     }
 }
 

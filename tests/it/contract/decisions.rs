@@ -307,3 +307,54 @@ async fn the_owners_reserve_is_kept_out_of_every_share() {
     assert_eq!(status.used_fraction, None, "nothing is known of it yet");
     assert_eq!(server.enforce("A", "c1", percent(80.0)).await.verdict(), Verdict::Allow);
 }
+
+#[tokio::test]
+async fn a_small_step_back_of_the_clock_stops_time_and_a_large_one_is_believed() {
+    const HOUR: u64 = 3_600_000;
+    let mut server = server_with([hard("A", 100.0)]).await;
+    server.at(2 * HOUR);
+    server.record("A", "c1", tokens(50)).await;
+    server.reserve("A", "c1", tokens(10)).await;
+
+    for restart in [false, true] {
+        server.at(HOUR + HOUR / 2);
+        if restart {
+            server.restart().await;
+        }
+        assert_eq!(server.used("p", HOURLY).await, (50.0, 10.0), "restarted: {restart}");
+        let generated_at = server.usage("p").await.generated_at;
+        assert_eq!(unix_ms(&generated_at), T0.unix_ms() + 2 * HOUR, "restarted: {restart}");
+    }
+
+    // What was ahead counts in the present hour, and nothing is held for longer than anything may be.
+    server.at(HOUR - 1);
+    assert_eq!(server.used("p", HOURLY).await, (50.0, 10.0));
+    server.record("A", "c1", tokens(6)).await;
+    server.restart().await;
+    // ms after T0 | consumed | reserved
+    for (at, consumed, reserved) in
+        [(HOUR + HOUR / 2, 28.0, 10.0), (2 * HOUR - 2, 0.0, 10.0), (2 * HOUR - 1, 0.0, 0.0)]
+    {
+        server.at(at);
+        let (seen, held) = server.used("p", HOURLY).await;
+        assert_eq!((seen.floor(), held), (consumed, reserved), "at T0+{at}");
+    }
+}
+
+#[tokio::test]
+async fn sums_stop_at_their_ceiling_and_what_was_held_is_given_back_exactly() {
+    const MOST: i64 = 9_000_000_000_000_000;
+    let server = server_with([exempt("A")]).await;
+    let first = server.reserve("A", "c1", tokens(MOST)).await.reservation_id;
+    let second = server.reserve("A", "c1", tokens(7)).await.reservation_id;
+    assert_eq!(server.used("p", HOURLY).await, (0.0, MOST as f64));
+    assert!(server.release(&first).await);
+    server.reserve("A", "c1", tokens(5)).await;
+    assert!(server.release(&second).await);
+    assert_eq!(server.used("p", HOURLY).await, (0.0, 5.0));
+
+    for _ in 0..2 {
+        server.record("A", "c1", tokens(MOST)).await;
+        assert_eq!(server.used("p", HOURLY).await, (MOST as f64, 5.0));
+    }
+}
