@@ -243,7 +243,8 @@ impl Schema {
             (Label::Repeated, Mood::Hostile) => {
                 let many = (one.clone(), select(vec![50_usize, 20_000])).prop_map(|(one, n)| one.repeat(n));
                 let few = vec(one, 0..4).prop_map(|few| few.concat());
-                prop_oneof![60 => few, 1 => many.prop_filter("messages of 4 MB", fits)].boxed()
+                prop_oneof![60 => few, 1 => many.prop_filter("at most 1 MB", |bytes| bytes.len() < 1 << 20)]
+                    .boxed()
             }
             (_, mood) => prop::option::weighted(if mood == Mood::Calm { 0.98 } else { 0.9 }, one)
                 .prop_map(Option::unwrap_or_default)
@@ -268,10 +269,6 @@ impl Schema {
             other => panic!("the contract has a field of another type: {other:?}"),
         }
     }
-}
-
-fn fits(bytes: &Vec<u8>) -> bool {
-    bytes.len() < 1 << 20
 }
 
 /// A likely value; in a hostile mood, now and then one that is not.
