@@ -15,6 +15,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::server::{Server, TcpIncoming};
 use tonic_health::{ServingStatus, server::HealthReporter};
 use tonic_reflection::server::Builder;
+use tower::util::MapResponseLayer;
 
 use crate::service::Service;
 
@@ -57,6 +58,7 @@ pub(crate) async fn server(
     let health = Health(reporter);
     health.set(true).await;
     let router = Server::builder()
+        .layer(MapResponseLayer::new(status::blame_the_caller))
         .add_service(pb::quota_share_server::QuotaShareServer::new(quota_share::Api(service.clone())))
         .add_service(pb::pool_admin_server::PoolAdminServer::new(pool_admin::Api {
             service: service.clone(),

@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, time::Duration};
 
-use tonic::{Code, Status};
+use tonic::{Code, Status, body::Body, codegen::http::Response};
 use tonic_types::{ErrorDetails, FieldViolation, StatusExt};
 
 use crate::{
@@ -35,6 +35,20 @@ pub(super) fn invalid(faults: Vec<InvalidField>) -> Status {
         })
         .collect();
     Status::with_error_details(Code::InvalidArgument, message, ErrorDetails::with_bad_request(violations))
+}
+
+/// A message that cannot be read is its sender's mistake, which the library answers with INTERNAL.
+pub(super) fn blame_the_caller(response: Response<Body>) -> Response<Body> {
+    const UNREADABLE: &str = "failed to decode Protobuf message";
+    let unreadable =
+        |status: &Status| status.code() == Code::Internal && status.message().starts_with(UNREADABLE);
+    match Status::from_header_map(response.headers()).filter(unreadable) {
+        None => response,
+        Some(status) => {
+            let accepted = "the message of the contract, as protobuf encodes it";
+            invalid(vec![InvalidField::new("message", status.message(), accepted)]).into_http()
+        }
+    }
 }
 
 /// UNIMPLEMENTED, in words.
