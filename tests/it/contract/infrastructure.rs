@@ -100,11 +100,6 @@ async fn what_is_not_built_says_so() {
     assert_unimplemented(server.quota().report_signals(signals).await);
     let import = pb::ImportPoolsRequest { legacy_json: "[]".to_owned() };
     assert_unimplemented(server.pools().import_pools(import).await);
-    let watch = pb::WatchPoolUsageRequest { pool_id: "p".to_owned(), ..Default::default() };
-    assert_unimplemented(server.pools().watch_pool_usage(watch).await);
-    assert_unimplemented(server.settings().get_settings(pb::GetSettingsRequest {}).await);
-    assert_unimplemented(server.settings().update_settings(pb::UpdateSettingsRequest::default()).await);
-    assert_unimplemented(server.settings().get_status(pb::GetStatusRequest {}).await);
 }
 
 #[tokio::test]
