@@ -101,6 +101,7 @@ async fn server_with_something_in_it() -> TestServer {
 #[derive(Debug, PartialEq)]
 struct State {
     revision: i64,
+    settings: pb::GetSettingsResponse,
     pools: Vec<pb::Pool>,
     plans: Vec<pb::Plan>,
     usage: Vec<(pb::PoolUsage, Vec<pb::Reservation>)>,
@@ -114,17 +115,19 @@ impl State {
             usage.push((server.usage(&pool.pool_id).await, server.reservations(&pool.pool_id).await));
         }
         let revision = server.enforce("nobody", "nowhere", None).await.config_revision;
-        Self { revision, plans: server.list_plans().await, pools, usage }
+        let settings = told(server.settings().get_settings(pb::GetSettingsRequest {}).await);
+        Self { revision, settings, plans: server.list_plans().await, pools, usage }
     }
 }
 
-/// Sends the bytes as they are.
+/// Sends the bytes as they are. Of a stream the first answer is enough.
 async fn send(client: &Client, call: &Call) -> Result<(), Status> {
     let mut grpc = Grpc::new(client.channel());
     let ready = grpc.ready().await;
     ready.map_err(|error| Status::unknown(format!("the server is gone: {error}")))?;
     let path = PathAndQuery::try_from(call.path.as_str()).expect("a path");
-    grpc.unary(Request::new(call.message.clone()), path, RawCodec).await.map(|_| ())
+    let answers = grpc.server_streaming(Request::new(call.message.clone()), path, RawCodec).await?;
+    answers.into_inner().message().await.map(|_| ())
 }
 
 /// Takes messages for the bytes that they are.

@@ -18,7 +18,7 @@ const SERVICES: [&str; 4] = [
 #[tokio::test]
 async fn health_is_told_for_each_service_and_for_all() {
     let server = TestServer::start().await;
-    for service in ["", "quotashare.v1.QuotaShare", "quotashare.v1.PoolAdmin", "quotashare.v1.PlanAdmin"] {
+    for service in SERVICES.into_iter().chain([""]) {
         let request = HealthCheckRequest { service: service.to_owned() };
         let health = told(server.health().check(request).await);
         assert_eq!(health.status(), ServingStatus::Serving, "{service:?}");
@@ -100,6 +100,13 @@ async fn what_is_not_built_says_so() {
     assert_unimplemented(server.quota().report_signals(signals).await);
     let import = pb::ImportPoolsRequest { legacy_json: "[]".to_owned() };
     assert_unimplemented(server.pools().import_pools(import).await);
+    let redis = pb::Settings {
+        store_driver: pb::settings::StoreDriver::Redis.into(),
+        redis_url: "redis://127.0.0.1:6379".to_owned(),
+        ..Default::default()
+    };
+    let redis = pb::UpdateSettingsRequest { settings: Some(redis), clear: Vec::new() };
+    assert_unimplemented(server.settings().update_settings(redis).await);
 }
 
 #[tokio::test]

@@ -6,3 +6,4 @@ mod infrastructure;
 mod large_pool;
 mod pages;
 mod refusals;
+mod settings;

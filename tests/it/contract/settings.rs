@@ -1,0 +1,162 @@
+//! What an operator stores, and what the service says of itself.
+
+use tonic::{Code, Status, Streaming};
+
+use crate::harness::{
+    TestServer, Verdict, dimension, hard, millis,
+    pb::{self, Settings, UpdateSettingsRequest, settings::StoreDriver},
+    pool, refusal, requests, soft, tokens, told,
+};
+
+async fn update(server: &TestServer, settings: Settings, clear: &[&str]) -> Settings {
+    let clear = clear.iter().map(|name| (*name).to_owned()).collect();
+    let request = UpdateSettingsRequest { settings: Some(settings), clear };
+    told(server.settings().update_settings(request).await).effective.expect("what is in force")
+}
+
+async fn get(server: &TestServer) -> (Settings, Settings) {
+    let settings = told(server.settings().get_settings(pb::GetSettingsRequest {}).await);
+    (settings.stored.expect("what is stored"), settings.effective.expect("what is in force"))
+}
+
+async fn status(server: &TestServer) -> pb::GetStatusResponse {
+    told(server.settings().get_status(pb::GetStatusRequest {}).await)
+}
+
+#[tokio::test]
+async fn what_is_stored_wins_at_once_and_after_a_restart_until_it_is_cleared() {
+    let mut server = TestServer::start().await;
+    server.create(pool("p", ["c1"], [soft("A", 20.0), hard("B", 80.0)]).with_provider("kimi")).await;
+    server.record("A", "c1", requests(800)).await;
+    assert_eq!(get(&server).await.0, Settings::default(), "nothing is stored");
+    assert_eq!(server.enforce("A", "c1", None).await.verdict(), Verdict::Deprioritize(0.7));
+
+    let before = server.enforce("A", "c1", None).await.config_revision;
+    update(&server, Settings { soft_deprioritize_factor: Some(0.4), ..Default::default() }, &[]).await;
+    let answer = server.enforce("A", "c1", None).await;
+    assert_eq!((answer.verdict(), answer.config_revision), (Verdict::Deprioritize(0.4), before + 1));
+    let stored = Settings {
+        saturation_threshold: Some(0.6),
+        consumption_retention_days: Some(30),
+        ..Default::default()
+    };
+    update(&server, stored, &[]).await;
+    assert_eq!(server.enforce("A", "c1", None).await.verdict(), Verdict::Allow, "0.53 is generous now");
+
+    server.restart_with(|config| config.soft_deprioritize_factor = 0.25).await;
+    let (stored, effective) = get(&server).await;
+    for settings in [&stored, &effective] {
+        assert_eq!(settings.saturation_threshold, Some(0.6));
+        assert_eq!(settings.soft_deprioritize_factor, Some(0.4));
+        assert_eq!(settings.consumption_retention_days, Some(30));
+    }
+    let drivers = (stored.store_driver(), effective.store_driver());
+    assert_eq!(drivers, (StoreDriver::Unspecified, StoreDriver::Sqlite));
+
+    let names = ["saturation_threshold", "soft_deprioritize_factor", "consumption_retention_days"];
+    let effective = update(&server, Settings::default(), &names).await;
+    assert_eq!((effective.soft_deprioritize_factor, effective.saturation_threshold), (Some(0.25), Some(0.5)));
+    assert_eq!(get(&server).await, (Settings::default(), effective));
+    assert_eq!(server.enforce("A", "c1", None).await.verdict(), Verdict::Deprioritize(0.25));
+}
+
+#[tokio::test]
+async fn settings_that_cannot_be_are_named_and_change_nothing() {
+    let server = TestServer::start().await;
+    update(&server, Settings { saturation_threshold: Some(0.4), ..Default::default() }, &[]).await;
+    let before = (get(&server).await, status(&server).await.config_revision);
+    let good = Settings { soft_deprioritize_factor: Some(0.1), ..Default::default() };
+    // settings | names to clear | the field that is named
+    let cases: [(Settings, &[&str], &str); 6] = [
+        (Settings { saturation_threshold: Some(50.0), ..good.clone() }, &[], "settings.saturation_threshold"),
+        (
+            Settings { soft_deprioritize_factor: Some(f64::NAN), ..good.clone() },
+            &[],
+            "settings.soft_deprioritize_factor",
+        ),
+        (
+            Settings { consumption_retention_days: Some(0), ..good.clone() },
+            &[],
+            "settings.consumption_retention_days",
+        ),
+        (Settings { store_driver: StoreDriver::Redis.into(), ..good.clone() }, &[], "settings.redis_url"),
+        (Settings { store_driver: 99, ..good.clone() }, &[], "settings.store_driver"),
+        (good, &["saturation_threshold", "nonsense"], "clear[1]"),
+    ];
+    for (settings, clear, field) in cases {
+        let clear = clear.iter().map(|name| (*name).to_owned()).collect();
+        let request = UpdateSettingsRequest { settings: Some(settings), clear };
+        refusal(server.settings().update_settings(request).await).names(&[field]);
+    }
+    assert_eq!((get(&server).await, status(&server).await.config_revision), before);
+}
+
+#[tokio::test]
+async fn the_status_names_pools_that_no_call_has_matched() {
+    let mut server = TestServer::start().await;
+    server.create(pool("used", ["c1"], [hard("A", 100.0)]).with_provider("kimi")).await;
+    server.create(pool("mistyped", ["c2"], [hard("A", 100.0)]).with_provider("kimi")).await;
+    server.enforce("A", "c1", None).await;
+    server.enforce("A", "C2", None).await;
+
+    let first = status(&server).await;
+    assert!(first.warnings.len() == 1 && first.warnings[0].contains("mistyped"), "{:?}", first.warnings);
+    assert_eq!((first.config_revision, first.newest_config_revision), (2, 2));
+    assert_eq!((first.active_store(), first.degraded), (StoreDriver::Sqlite, false));
+    assert_ne!((first.replica_id.as_str(), first.version.as_str()), ("", ""));
+    let replicas: Vec<_> = first.replicas.iter().map(|replica| &replica.replica_id).collect();
+    assert_eq!(replicas, [&first.replica_id]);
+
+    server.record("A", "c2", requests(1)).await;
+    assert_eq!(status(&server).await.warnings, [""; 0]);
+    server.restart().await;
+    server.wait(7_000);
+    let second = status(&server).await;
+    assert_eq!(second.replica_id, first.replica_id, "the data directory's");
+    assert_eq!(second.uptime.as_ref().map(millis), Some(7_000));
+}
+
+#[tokio::test]
+async fn a_watcher_is_told_now_and_at_every_interval_until_the_pool_or_the_server_ends() {
+    const HOURLY: &str = "tokens/hourly";
+    let mut server = TestServer::start().await;
+    server.put_plan("c1", [dimension(HOURLY, 100.0)]).await;
+    server.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
+    server.create(pool("q", ["c2"], [])).await;
+    let watch = |pool: &str, seconds: i64| pb::WatchPoolUsageRequest {
+        pool_id: pool.to_owned(),
+        interval: Some(prost_types::Duration { seconds, nanos: 0 }),
+        ..Default::default()
+    };
+    for seconds in [0, 3_601] {
+        refusal(server.pools().watch_pool_usage(watch("p", seconds)).await).names(&["interval"]);
+    }
+    let refused = refusal(server.pools().watch_pool_usage(watch("nowhere", 1)).await);
+    assert_eq!(refused.code, Code::NotFound);
+
+    let mut of_p = told(server.pools().watch_pool_usage(watch("p", 1)).await);
+    let mut of_q = told(server.pools().watch_pool_usage(watch("q", 1)).await);
+    for consumed in [0.0, 7.0] {
+        let usage = of_p.message().await.expect("usage").expect("usage").usage.expect("usage");
+        assert_eq!(usage.dimension(HOURLY).consumed, consumed);
+        assert_eq!(usage, server.usage("p").await);
+        server.record("A", "c1", tokens(7)).await;
+    }
+    assert!(of_q.message().await.is_ok_and(|first| first.is_some()));
+    server.delete_pool("q").await;
+    assert_eq!(end_of(of_q).await.code(), Code::NotFound);
+
+    server.restart().await;
+    assert_eq!(end_of(of_p).await.code(), Code::Unavailable);
+}
+
+/// What a watcher is told at last.
+async fn end_of(mut stream: Streaming<pb::WatchPoolUsageResponse>) -> Status {
+    loop {
+        match stream.message().await {
+            Ok(Some(_)) => {}
+            Ok(None) => panic!("the stream ends without a word"),
+            Err(status) => return status,
+        }
+    }
+}
