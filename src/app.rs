@@ -15,7 +15,11 @@ use crate::{
         DirectoryStore, Ledger, StoreError,
         sqlite::{OpenError, SqliteDirectory, SqliteLedger, SqliteStore},
     },
-    transport::grpc::{self, Health},
+    telemetry::{Metrics, TelemetryError},
+    transport::{
+        grpc::{self, Health},
+        http,
+    },
 };
 
 /// How long open calls get to finish when the service stops.
@@ -26,12 +30,15 @@ const SWEEP_INTERVAL: Duration = Duration::from_secs(60);
 /// A running service.
 pub struct Running {
     address: SocketAddr,
+    http_address: Option<SocketAddr>,
     health: Health,
     server: JoinHandle<Result<(), tonic::transport::Error>>,
+    pages: Option<JoinHandle<io::Result<()>>>,
     background: [JoinHandle<()>; 2],
     stop: CancellationToken,
     ledger: Arc<SqliteLedger>,
     store: SqliteStore,
+    metrics: Arc<Metrics>,
 }
 
 impl std::fmt::Debug for Running {
@@ -44,8 +51,12 @@ impl std::fmt::Debug for Running {
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// The address cannot be listened on.
-    #[error("cannot listen on {address} (QUOTA_LISTEN): {source}")]
+    #[error(
+        "cannot listen on {address}: {source}: stop what listens there, or set {variable} to another address"
+    )]
     Listen {
+        /// What sets the address.
+        variable: &'static str,
         /// The address.
         address: SocketAddr,
         /// What the system said.
@@ -63,6 +74,9 @@ pub enum StartError {
          QUOTA_STORE_DRIVER=sqlite to run one replica alone"
     )]
     NoRedis,
+    /// Metrics cannot be collected.
+    #[error(transparent)]
+    Telemetry(#[from] TelemetryError),
     /// The descriptors of the contract are damaged.
     #[error("reflection: {0}")]
     Reflection(#[from] grpc::ReflectionError),
@@ -73,14 +87,18 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
     for warning in &config.warnings {
         tracing::warn!("{warning}");
     }
-    let listening = |source| StartError::Listen { address: config.listen, source };
-    let listener = TcpListener::bind(config.listen).await.map_err(listening)?;
-    let address = listener.local_addr().map_err(listening)?;
+    let (listener, address) = bind("QUOTA_LISTEN", config.listen).await?;
+    let http = match config.http_listen {
+        Some(address) => Some(bind("QUOTA_HTTP_LISTEN", address).await?),
+        None => None,
+    };
 
     let store = SqliteStore::open(&config.data_dir).await?;
     let directories = Arc::new(SqliteDirectory::new(&store));
     let directory = directories.load().await?;
-    let ledger = Arc::new(SqliteLedger::start(&store, &directory, Arc::clone(&clock)).await?);
+    let metrics = Arc::new(Metrics::new(&config.otlp)?);
+    let ledger = SqliteLedger::start(&store, &directory, Arc::clone(&clock), metrics.commits()).await?;
+    let ledger = Arc::new(ledger);
     check_driver(&config, directory.settings().store_driver)?;
     let pools = directory.pool_count();
     let start = Start {
@@ -97,12 +115,26 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
     let service = Service::new(directory, directories, counters, clock, start);
 
     let stop = CancellationToken::new();
-    let (health, server) = grpc::server(service.clone(), listener, stop.clone()).await?;
+    metrics.observe(&service);
+    let (health, server) = grpc::server(service.clone(), metrics.rpc(), listener, stop.clone()).await?;
     let server = tokio::spawn(server);
-    let sweeper = tokio::spawn(sweep(Arc::clone(&ledger), service));
+    let http_address = http.as_ref().map(|(_, address)| *address);
+    let pages = http.map(|(listener, _)| {
+        let (serving, stop) = (health.serving(), stop.clone().cancelled_owned());
+        tokio::spawn(http::server(service.clone(), Arc::clone(&metrics), serving, listener, stop))
+    });
+    let sweeper = tokio::spawn(sweep(Arc::clone(&ledger), service, Arc::clone(&metrics)));
     let disk_watcher = tokio::spawn(watch_disk(ledger.failing(), health.clone()));
-    tracing::info!(driver = "sqlite", data = %store.path().display(), pools, "listening on {address}");
-    Ok(Running { address, health, server, background: [sweeper, disk_watcher], stop, ledger, store })
+    tracing::info!(driver = "sqlite", data = %store.path().display(), pools, http = ?http_address, "listening on {address}");
+    let background = [sweeper, disk_watcher];
+    Ok(Running { address, http_address, health, server, pages, background, stop, ledger, store, metrics })
+}
+
+async fn bind(variable: &'static str, address: SocketAddr) -> Result<(TcpListener, SocketAddr), StartError> {
+    let failed = |source| StartError::Listen { variable, address, source };
+    let listener = TcpListener::bind(address).await.map_err(failed)?;
+    let address = listener.local_addr().map_err(failed)?;
+    Ok((listener, address))
 }
 
 /// A stored driver wins over a configured one; redis without a URL is as good as none.
@@ -125,11 +157,12 @@ async fn watch_disk(mut failing: watch::Receiver<Option<StoreError>>, health: He
     }
 }
 
-async fn sweep(ledger: Arc<SqliteLedger>, service: Service) {
+async fn sweep(ledger: Arc<SqliteLedger>, service: Service, metrics: Arc<Metrics>) {
     let mut interval = tokio::time::interval(SWEEP_INTERVAL);
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         interval.tick().await;
+        metrics.refresh(&service).await;
         match ledger.sweep(service.settings().consumption_retention_days).await {
             Ok(swept) => tracing::debug!(rows = swept.rows, "swept"),
             Err(error) => tracing::warn!(error = &error as &dyn std::error::Error, "the sweep failed"),
@@ -141,6 +174,11 @@ impl Running {
     /// Where gRPC is served.
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Where /metrics, /livez and /readyz are served.
+    pub fn http_address(&self) -> Option<SocketAddr> {
+        self.http_address
     }
 
     /// Stops in order, each step ending what feeds the next:
@@ -168,8 +206,12 @@ impl Running {
                 tracing::warn!(?DRAIN_TIMEOUT, "open calls were cut off");
             }
         }
+        if let Some(pages) = self.pages {
+            pages.abort();
+        }
         self.ledger.close().await;
         self.store.close().await;
+        self.metrics.stop().await;
         tracing::info!("stopped");
     }
 }

@@ -18,6 +18,9 @@ pub struct Args {
     /// Where gRPC is served, as IP:PORT; port 0 picks a free one [default: 127.0.0.1:50051]
     #[arg(long, env = "QUOTA_LISTEN", value_name = "IP:PORT", hide_env_values = true)]
     pub quota_listen: Option<String>,
+    /// Where /metrics, /livez and /readyz are served over HTTP, as IP:PORT, or "off" [default: 127.0.0.1:9090]
+    #[arg(long, env = "QUOTA_HTTP_LISTEN", value_name = "IP:PORT", hide_env_values = true)]
+    pub quota_http_listen: Option<String>,
     /// Listen beyond this machine although nobody is authenticated: true or false [default: false]
     #[arg(long, env = "QUOTA_INSECURE", value_name = "BOOL", hide_env_values = true)]
     pub quota_insecure: Option<String>,
@@ -42,6 +45,47 @@ pub struct Args {
     /// How long idempotency keys and settled reservations are remembered: 1 to 86400 [default: 600]
     #[arg(long, env = "QUOTA_ID_LIFE_SECONDS", value_name = "SECONDS", hide_env_values = true)]
     pub quota_id_life_seconds: Option<String>,
+    /// As OpenTelemetry defines it, like the other variables of that name
+    #[arg(skip)]
+    pub otel: OtelVars,
+}
+
+/// The variables of OpenTelemetry that decide what is exported. All others are read by its libraries.
+#[derive(Clone, Debug, Default)]
+#[allow(missing_docs)] // The fields are named as the variables are.
+pub struct OtelVars {
+    pub otel_sdk_disabled: String,
+    pub otel_exporter_otlp_endpoint: String,
+    pub otel_exporter_otlp_traces_endpoint: String,
+    pub otel_exporter_otlp_metrics_endpoint: String,
+    pub otel_exporter_otlp_protocol: String,
+    pub otel_traces_exporter: String,
+    pub otel_metrics_exporter: String,
+}
+
+impl OtelVars {
+    /// Reads the environment.
+    pub fn from_env() -> Self {
+        let var = |name| std::env::var(name).unwrap_or_default();
+        Self {
+            otel_sdk_disabled: var("OTEL_SDK_DISABLED"),
+            otel_exporter_otlp_endpoint: var("OTEL_EXPORTER_OTLP_ENDPOINT"),
+            otel_exporter_otlp_traces_endpoint: var("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"),
+            otel_exporter_otlp_metrics_endpoint: var("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"),
+            otel_exporter_otlp_protocol: var("OTEL_EXPORTER_OTLP_PROTOCOL"),
+            otel_traces_exporter: var("OTEL_TRACES_EXPORTER"),
+            otel_metrics_exporter: var("OTEL_METRICS_EXPORTER"),
+        }
+    }
+}
+
+/// What is exported to a collector over OTLP.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Otlp {
+    /// A span for each call.
+    pub traces: bool,
+    /// All metrics.
+    pub metrics: bool,
 }
 
 /// A text that is never shown.
@@ -65,6 +109,10 @@ impl fmt::Debug for Secret {
 pub struct Config {
     /// `QUOTA_LISTEN`
     pub listen: SocketAddr,
+    /// `QUOTA_HTTP_LISTEN`; `None`: nowhere
+    pub http_listen: Option<SocketAddr>,
+    /// From the variables of OpenTelemetry
+    pub otlp: Otlp,
     /// `DATA_DIR`
     pub data_dir: PathBuf,
     /// `QUOTA_STORE_DRIVER`, unless an administrator has stored another
@@ -114,8 +162,16 @@ impl Config {
         let mut vars = Vars::default();
         let listen: SocketAddr = vars.read("QUOTA_LISTEN", &args.quota_listen, "127.0.0.1:50051", SOCKET);
         let insecure: bool = vars.read("QUOTA_INSECURE", &args.quota_insecure, "false", "true or false");
+        let http_listen = match args.quota_http_listen.as_deref() {
+            Some("off") => None,
+            _ => {
+                Some(vars.read("QUOTA_HTTP_LISTEN", &args.quota_http_listen, "127.0.0.1:9090", SOCKET_OR_OFF))
+            }
+        };
         let config = Config {
             listen,
+            http_listen,
+            otlp: vars.otlp(&args.otel),
             data_dir: vars.read("DATA_DIR", &args.data_dir, "./data", "a folder"),
             store_driver: StoreDriver::Sqlite,
             redis_url_configured: args.quota_store_redis_url.as_ref().is_some_and(|url| !url.0.is_empty()),
@@ -152,10 +208,12 @@ impl Config {
                 (StoreDriver::Sqlite, vec![warning])
             }
         };
-        if !listen.ip().is_loopback() && !insecure {
-            let accepted = "a loopback address such as 127.0.0.1:50051: this version authenticates nobody. To serve \
-                            everybody who can reach the address, set QUOTA_INSECURE=true";
-            vars.refuse("QUOTA_LISTEN", &listen.to_string(), accepted);
+        for (variable, address) in [("QUOTA_LISTEN", Some(listen)), ("QUOTA_HTTP_LISTEN", http_listen)] {
+            if let Some(address) = address.filter(|address| !address.ip().is_loopback() && !insecure) {
+                let accepted = "a loopback address such as 127.0.0.1:50051: this version authenticates nobody. To serve \
+                                everybody who can reach the address, set QUOTA_INSECURE=true";
+                vars.refuse(variable, &address.to_string(), accepted);
+            }
         }
         if vars.refused.is_empty() {
             Ok(Config { store_driver, warnings, ..config })
@@ -166,6 +224,7 @@ impl Config {
 }
 
 const SOCKET: &str = "an address and a port, such as 127.0.0.1:50051";
+const SOCKET_OR_OFF: &str = "an address and a port, such as 127.0.0.1:9090, or off";
 
 /// Reads variables and collects the mistakes in them.
 #[derive(Default)]
@@ -210,6 +269,23 @@ impl Vars {
         accepted: &str,
     ) -> T {
         self.read_if(variable, given, default, |_| true, |_| accepted.to_owned())
+    }
+
+    /// Each signal is exported where an endpoint for it is set, unless its exporter is `none`.
+    fn otlp(&mut self, otel: &OtelVars) -> Otlp {
+        let endpoint = !otel.otel_exporter_otlp_endpoint.is_empty();
+        let enabled = !otel.otel_sdk_disabled.eq_ignore_ascii_case("true");
+        let exported =
+            |own: &str, exporter: &str| enabled && exporter != "none" && (endpoint || !own.is_empty());
+        let otlp = Otlp {
+            traces: exported(&otel.otel_exporter_otlp_traces_endpoint, &otel.otel_traces_exporter),
+            metrics: exported(&otel.otel_exporter_otlp_metrics_endpoint, &otel.otel_metrics_exporter),
+        };
+        let protocol = &otel.otel_exporter_otlp_protocol;
+        if otlp != Otlp::default() && !matches!(protocol.as_str(), "" | "grpc") {
+            self.refuse("OTEL_EXPORTER_OTLP_PROTOCOL", protocol, "grpc, the only protocol of this version");
+        }
+        otlp
     }
 
     fn fraction(&mut self, variable: &'static str, given: &Option<String>, default: &str) -> f64 {

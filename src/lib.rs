@@ -16,4 +16,5 @@ pub mod config;
 pub mod core;
 pub mod service;
 pub mod store;
+pub mod telemetry;
 mod transport;

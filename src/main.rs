@@ -1,23 +1,19 @@
 //! The program: configuration, then the service until it is told to stop.
 
-use std::{io::IsTerminal, process::ExitCode, sync::Arc};
+use std::{process::ExitCode, sync::Arc};
 
 use clap::Parser;
 use quota_share::{
     app,
     clock::SystemClock,
-    config::{Args, Config},
+    config::{Args, Config, OtelVars},
+    telemetry::Tracing,
 };
 use tokio::signal::unix::{SignalKind, signal};
-use tracing_subscriber::EnvFilter;
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    let args = Args::parse();
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    let colours = std::io::stderr().is_terminal();
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(colours).init();
-
+    let args = Args { otel: OtelVars::from_env(), ..Args::parse() };
     let config = match Config::check(&args) {
         Ok(config) => config,
         Err(mistakes) => {
@@ -36,6 +32,7 @@ async fn main() -> ExitCode {
 
 /// Serves until SIGTERM or SIGINT.
 async fn run(config: Config) -> Result<(), Box<dyn std::error::Error>> {
+    let tracing = Tracing::start(&config.otlp)?;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let running = app::start(config, Arc::new(SystemClock)).await?;
@@ -44,5 +41,6 @@ async fn run(config: Config) -> Result<(), Box<dyn std::error::Error>> {
         _ = interrupt.recv() => {}
     }
     running.stop().await;
+    tracing.stop().await;
     Ok(())
 }

@@ -154,10 +154,7 @@ pub enum ReservationState {
     /// Its cost was counted.
     Settled,
     /// Neither: it never was, has expired or was released.
-    Unknown {
-        /// The ledger has seen the key, so that the reservation may well have been.
-        key_known: bool,
-    },
+    Unknown,
 }
 
 /// One effect on a ledger. Effects are made durable in their order, or reverted newest first.
@@ -212,6 +209,28 @@ pub struct UsageReading {
     pub oldest_deadline: Option<Timestamp>,
 }
 
+/// How much a ledger keeps, and what has ended in it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Size {
+    /// Reservations that hold something.
+    pub open_reservations: u64,
+    /// Ids that are remembered.
+    pub remembered_ids: u64,
+    /// Reservations that have ended since the ledger was made.
+    pub ended: Ended,
+}
+
+/// Reservations that have ended, by how. One whose end could not be made durable and was reverted is counted all the same.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Ended {
+    /// Their cost was counted.
+    pub settled: u64,
+    /// They were given back.
+    pub released: u64,
+    /// Their deadline came.
+    pub expired: u64,
+}
+
 /// A dimension of the pool: its total, and how fast that grows.
 #[derive(Clone, Debug)]
 struct PoolDimension {
@@ -240,6 +259,7 @@ pub struct PoolLedger {
     by_deadline: BTreeMap<(Timestamp, [u8; 12]), Arc<Hold>>,
     records: Memories<RecordMemory>,
     requests: Memories<RequestMemory>,
+    ended: Ended,
     changes: Vec<Change>,
 }
 
@@ -255,6 +275,7 @@ impl PoolLedger {
             by_deadline: BTreeMap::new(),
             records: Memories::default(),
             requests: Memories::default(),
+            ended: Ended::default(),
             changes: Vec::new(),
         }
     }
@@ -312,9 +333,13 @@ impl PoolLedger {
         }
     }
 
-    /// How many reservations are open and how many ids are remembered.
-    pub fn size(&self) -> (usize, usize) {
-        (self.holds.len(), self.records.len() + self.requests.len())
+    /// How much is kept, and what has ended.
+    pub fn size(&self) -> Size {
+        Size {
+            open_reservations: self.holds.len() as u64,
+            remembered_ids: (self.records.len() + self.requests.len()) as u64,
+            ended: self.ended,
+        }
     }
 
     /// Reads what `charge` needs, without any effect.
@@ -374,6 +399,7 @@ impl PoolLedger {
         };
         if let (Some(hold), Some(Settlement { id: Some(id), .. })) = (&open, consumption.reservation) {
             self.give_back(id.random, hold);
+            self.ended.settled += 1;
         }
         if !duplicate {
             for (counter, amount) in &consumption.counts {
@@ -408,10 +434,11 @@ impl PoolLedger {
             return Err(Contradiction::ForeignKey);
         }
         self.give_back(id.random, &hold);
+        self.ended.released += 1;
         Ok(true)
     }
 
-    /// What is known of a reservation that `consumption`, which counts in another pool or in none, settles.
+    /// What is known of a reservation that `consumption`, which counts in another pool, settles.
     pub fn reservation(
         &mut self,
         consumption: &Consumption,
@@ -425,9 +452,7 @@ impl PoolLedger {
         Ok(match (open, settled) {
             (_, Some(_)) => ReservationState::Settled,
             (Some(_), None) => ReservationState::Open,
-            (None, None) => {
-                ReservationState::Unknown { key_known: self.keys.contains_key(&consumption.api_key) }
-            }
+            (None, None) => ReservationState::Unknown,
         })
     }
 
@@ -453,6 +478,17 @@ impl PoolLedger {
         for (key, counter, bucket, amount) in removed {
             self.change_consumed(key, counter, bucket, -(amount as i64));
         }
+    }
+
+    /// Of the pool: `(consumed, reserved)` in each of `dimensions`.
+    pub fn totals(&mut self, dimensions: &[DimensionKey], clock: Timestamp) -> PerCheck<(f64, f64)> {
+        self.advance(clock);
+        let total = |key: &DimensionKey| {
+            let total =
+                self.position(*key).map(|position| self.dimensions[position].total).unwrap_or_default();
+            (total.consumed.at(key.window, self.now), total.reserved as f64)
+        };
+        dimensions.iter().map(total).collect()
     }
 
     /// What usage shows of `dimensions`, on demand with their samples.
@@ -555,6 +591,7 @@ impl PoolLedger {
         {
             let hold = Arc::clone(hold);
             self.give_back(random, &hold);
+            self.ended.expired += 1;
         }
         self.records.expire(self.now);
         self.requests.expire(self.now);

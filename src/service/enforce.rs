@@ -86,9 +86,19 @@ impl Service {
         loop {
             let decision = self.decide(&call, true).await;
             if !is_gone(&decision) || looks == LOOKS_MAX {
+                if let Ok(decision) = &decision {
+                    self.count(&call, decision);
+                }
                 return decision;
             }
             looks += 1;
+        }
+    }
+
+    fn count(&self, call: &EnforceCall, decision: &Decision) {
+        match &decision.decided {
+            Some(decided) => self.0.counts.decided(decided),
+            None => self.count_no_pool(&call.connection),
         }
     }
 

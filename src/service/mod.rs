@@ -1,5 +1,6 @@
 //! One async function for each use case, in domain values.
 
+mod counts;
 mod enforce;
 mod explain;
 mod pool_admin;
@@ -7,24 +8,22 @@ mod record;
 mod settings;
 mod usage;
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering},
-};
+use std::sync::Arc;
 
 use arc_swap::{ArcSwap, Guard};
 
+pub use counts::{DecisionCount, UsedFraction};
 pub use enforce::{Decided, Decision, EnforceCall, Reserve};
 pub use pool_admin::{AdminError, PoolView};
 pub use record::{RecordCall, RecordOutcome};
 pub use settings::{SettingsView, Status};
 pub use usage::{KeyRow, ReservationsPage, UsageCall, UsageView};
 
+use self::counts::Counts;
 use crate::{
     clock::Clock,
     core::{
         directory::{Directory, PoolEntry},
-        ids::PoolRevision,
         settings::Settings,
         units::Timestamp,
     },
@@ -57,8 +56,7 @@ struct Inner {
     clock: Arc<dyn Clock>,
     start: Start,
     started_at: Timestamp,
-    /// When a call last matched each life of a pool, in ms.
-    matched: papaya::HashMap<PoolRevision, AtomicU64>,
+    counts: Counts,
     /// Held by the one change of the directory that is under way.
     turn: tokio::sync::Mutex<()>,
 }
@@ -74,8 +72,8 @@ impl Service {
     ) -> Self {
         let directory = ArcSwap::from_pointee(directory);
         let started_at = clock.now();
-        let (matched, turn) = (papaya::HashMap::new(), tokio::sync::Mutex::new(()));
-        Self(Arc::new(Inner { directory, ledger, store, clock, start, started_at, matched, turn }))
+        let (counts, turn) = (Counts::default(), tokio::sync::Mutex::new(()));
+        Self(Arc::new(Inner { directory, ledger, store, clock, start, started_at, counts, turn }))
     }
 
     /// The configuration at one revision.
@@ -94,16 +92,11 @@ impl Service {
 
     /// Remembers that a call has matched `entry` now.
     fn matched(&self, entry: &PoolEntry) {
-        let now = self.0.clock.now().unix_ms();
-        let matched = self.0.matched.pin();
-        let last = matched.get_or_insert_with(entry.history.created_revision, || AtomicU64::new(now));
-        last.store(now, Ordering::Relaxed);
+        self.0.counts.matched(entry.history.created_revision, self.0.clock.now());
     }
 
     fn last_matched(&self, entry: &PoolEntry) -> Option<Timestamp> {
-        let matched = self.0.matched.pin();
-        let last = matched.get(&entry.history.created_revision)?;
-        Some(Timestamp::from_unix_ms(last.load(Ordering::Relaxed)))
+        self.0.counts.last_matched(entry.history.created_revision)
     }
 }
 

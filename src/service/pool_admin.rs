@@ -173,7 +173,7 @@ impl Service {
         self.0.store.commit(applied.next.revision(), &applied.write).await?;
         self.0.directory.store(Arc::new(applied.next));
         if let Write::DeletePool(_, life) = &applied.write {
-            self.0.matched.pin().remove(life);
+            self.0.counts.forget(*life);
             if let Err(error) = self.0.ledger.remove(*life).await {
                 // The pool is gone and nothing reads its counters any more; their rows go with the retention.
                 tracing::warn!(

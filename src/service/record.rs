@@ -86,14 +86,9 @@ impl Service {
                 self.record_across(target, holder, call, consumption, settles).await
             }
             (Some(target), _, _) => self.count_in(target, call, consumption).await,
-            (None, Some(holder), Some(settles)) => {
-                let life = holder.history.created_revision;
-                match self.0.ledger.reservation(life, &consumption, settles).await? {
-                    ReservationState::Unknown { key_known: false } => Ok(RecordOutcome::default()),
-                    _ => self.count_in(holder, call, consumption).await,
-                }
-            }
-            (None, _, _) => Ok(RecordOutcome::default()),
+            // The key or the connection has left since; the id says where the request was let in.
+            (None, Some(holder), _) => self.count_in(holder, call, consumption).await,
+            (None, None, _) => Ok(RecordOutcome::default()),
         }
     }
 
@@ -109,12 +104,12 @@ impl Service {
     ) -> Result<RecordOutcome, LedgerError> {
         let life = holder.history.created_revision;
         let state = match self.0.ledger.reservation(life, &consumption, settles).await {
-            Err(LedgerError::PoolRemoved) => ReservationState::Unknown { key_known: false },
+            Err(LedgerError::PoolRemoved) => ReservationState::Unknown,
             state => state?,
         };
         match state {
             ReservationState::Settled => self.count_in(holder, call, consumption).await,
-            ReservationState::Unknown { .. } => self.count_in(target, call, consumption).await,
+            ReservationState::Unknown => self.count_in(target, call, consumption).await,
             ReservationState::Open => {
                 let reservation = Some(Settlement { held_elsewhere: true, ..settles });
                 let there = Consumption { reservation, ..consumption.clone() };

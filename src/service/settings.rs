@@ -58,7 +58,7 @@ impl Service {
     /// How this replica is.
     pub fn status(&self) -> Status {
         let directory = self.directory();
-        let condition = self.0.ledger.condition();
+        let condition = self.condition();
         let mut warnings = Vec::new();
         if let Some(error) = condition.failing {
             warnings.push(format!("records and changes are refused, decisions go on: {error}"));

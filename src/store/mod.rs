@@ -8,12 +8,12 @@ use async_trait::async_trait;
 
 use crate::core::{
     admission::Reading,
-    charge::Charge,
+    charge::{Charge, PerCheck},
     directory::{Directory, Write},
     ids::{ApiKeyId, PoolRevision, ReservationId},
     ledger::{
-        Consumption, Contradiction, Enforced, Hold, HoldRequest, Recorded, ReservationState, Settlement,
-        UsageReading,
+        Consumption, Contradiction, Ended, Enforced, Hold, HoldRequest, Recorded, ReservationState,
+        Settlement, UsageReading,
     },
     plan::DimensionKey,
     units::Timestamp,
@@ -50,7 +50,7 @@ pub trait Ledger: fmt::Debug + Send + Sync + 'static {
     /// Gives a reservation back without any cost; false if it is not open. `api_key`, if given, must be its key.
     async fn release(&self, id: ReservationId, api_key: Option<&ApiKeyId>) -> Result<bool, LedgerError>;
 
-    /// What `pool` knows of a reservation that `consumption`, which counts elsewhere or nowhere, settles.
+    /// What `pool` knows of a reservation that `consumption`, which counts elsewhere, settles.
     async fn reservation(
         &self,
         pool: PoolRevision,
@@ -65,6 +65,13 @@ pub trait Ledger: fmt::Debug + Send + Sync + 'static {
         dimensions: &[DimensionKey],
         with_samples: bool,
     ) -> Result<UsageReading, LedgerError>;
+
+    /// Of the pool: `(consumed, reserved)` in each of `dimensions`.
+    async fn totals(
+        &self,
+        pool: PoolRevision,
+        dimensions: &[DimensionKey],
+    ) -> Result<PerCheck<(f64, f64)>, LedgerError>;
 
     /// Open reservations after `after`, the oldest deadline first, of one key or of all; at most `count`.
     async fn reservations(
@@ -97,6 +104,12 @@ pub struct Condition {
     pub failing: Option<StoreError>,
     /// How often the clock went back so far that it was believed, since the start.
     pub clock_steps: u64,
+    /// Reservations that hold something.
+    pub open_reservations: u64,
+    /// Ids that are remembered.
+    pub remembered_ids: u64,
+    /// Reservations that have ended since the start.
+    pub ended: Ended,
 }
 
 /// Where pools and plans are kept.
@@ -124,7 +137,7 @@ pub enum LedgerError {
         /// Of what.
         what: &'static str,
         /// How many.
-        max: usize,
+        max: u64,
     },
     /// The store failed.
     #[error(transparent)]

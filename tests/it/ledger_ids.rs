@@ -127,7 +127,8 @@ fn a_block_is_not_remembered() {
     let crowd = rig.must_hold(&b(95), MINUTE_MS);
     let (verdict, reserved) = rig.hold(&a(10), MINUTE_MS, "r").unwrap();
     assert_eq!((verdict.block(), reserved), (Some(BlockReason::GlobalSaturated), None));
-    assert_eq!(rig.ledger.size(), (1, 0), "a blocked request leaves nothing");
+    let size = rig.ledger.size();
+    assert_eq!((size.open_reservations, size.remembered_ids), (1, 0), "a blocked request leaves nothing");
     assert_eq!(rig.ledger.release(crowd, None, rig.now), Ok(true));
     // With another estimate: there is nothing to contradict.
     let (_, reserved) = rig.hold(&a(20), MINUTE_MS, "r").unwrap();

@@ -199,7 +199,7 @@ fn a_hold_that_is_released_leaves_no_trace_in_the_counters() {
         prop_assert_eq!(reserved.is_some(), verdict.block().is_none());
         if let Some(reserved) = reserved {
             let held = player.rig.usage();
-            prop_assert_eq!(held.open_reservations, player.rig.ledger.size().0);
+            prop_assert_eq!(held.open_reservations as u64, player.rig.ledger.size().open_reservations);
             prop_assert_eq!(player.rig.ledger.release(reserved.id, None, player.rig.now), Ok(true));
         }
         prop_assert_eq!(player.snapshot(), before);

@@ -1,8 +1,11 @@
 //! The counters of all pools in memory, each pool behind its own lock, and their way to the disk.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, AtomicUsize, Ordering},
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
 };
 
 use async_trait::async_trait;
@@ -18,12 +21,12 @@ use crate::{
     clock::Clock,
     core::{
         admission::Reading,
-        charge::Charge,
+        charge::{Charge, PerCheck},
         directory::Directory,
         ids::{ApiKeyId, PoolRevision, ReservationId},
         ledger::{
-            CLOCK_STEP_MS, Change, Consumption, Contradiction, Enforced, Hold, HoldRequest, PoolLedger,
-            Recorded, ReservationState, Settlement, UsageReading,
+            CLOCK_STEP_MS, Change, Consumption, Contradiction, Ended, Enforced, Hold, HoldRequest,
+            PoolLedger, Recorded, ReservationState, Settlement, Size, UsageReading,
         },
         plan::DimensionKey,
         units::Timestamp,
@@ -32,11 +35,11 @@ use crate::{
 };
 
 /// Most open reservations of the process.
-const RESERVATIONS_MAX: usize = 1_000_000;
+const RESERVATIONS_MAX: u64 = 1_000_000;
 /// Most remembered ids of the process.
-const IDS_MAX: usize = 20_000_000;
+const IDS_MAX: u64 = 20_000_000;
 /// Most calls that wait for the disk.
-const WAITING_MAX: usize = 100_000;
+const WAITING_MAX: u64 = 100_000;
 
 /// Counters of all pools: in memory, durable in SQLite before every answer.
 ///
@@ -56,15 +59,35 @@ pub struct SqliteLedger {
 pub(super) struct Shared {
     pub(super) clock: Arc<dyn Clock>,
     pools: papaya::HashMap<PoolRevision, Arc<Slot>>,
-    /// Open reservations and remembered ids of all pools.
-    reservations: AtomicUsize,
-    ids: AtomicUsize,
-    waiting: AtomicUsize,
+    /// Of all pools.
+    size: SharedSize,
+    waiting: AtomicU64,
     /// The newest instant that any pool has seen, in ms.
     last_seen_ms: AtomicU64,
     clock_steps: AtomicU64,
     /// Why nothing can be written now.
     pub(super) failing: watch::Sender<Option<StoreError>>,
+}
+
+/// The sizes of all ledgers together.
+#[derive(Debug, Default)]
+struct SharedSize {
+    open_reservations: AtomicU64,
+    remembered_ids: AtomicU64,
+    settled: AtomicU64,
+    released: AtomicU64,
+    expired: AtomicU64,
+}
+
+/// What one commit did.
+#[derive(Clone, Copy, Debug)]
+pub struct Commit {
+    /// How many calls shared it.
+    pub calls: u64,
+    /// How long it took.
+    pub elapsed: Duration,
+    /// Whether it is durable.
+    pub succeeded: bool,
 }
 
 /// What the writer is told.
@@ -93,8 +116,8 @@ pub(super) struct SlotState {
     /// The writer has been told of `waiting`.
     announced: bool,
     pub(super) removed: bool,
-    /// Reservations and ids of this pool that [`Shared`] has counted.
-    accounted: (usize, usize),
+    /// What [`Shared`] has counted of this pool.
+    accounted: Size,
 }
 
 /// A call that is answered when its effects are durable.
@@ -119,7 +142,7 @@ impl Slot {
             committing: false,
             announced: false,
             removed: false,
-            accounted: (0, 0),
+            accounted: Size::default(),
         };
         Self { pool, state: Mutex::new(state) }
     }
@@ -144,13 +167,20 @@ impl Shared {
     /// Counts what `state` has gained or lost since it was last counted.
     pub(super) fn account(&self, state: &mut SlotState) {
         let size = state.ledger.size();
-        for (total, now, before) in
-            [(&self.reservations, size.0, state.accounted.0), (&self.ids, size.1, state.accounted.1)]
-        {
-            // Wrapping, so that a loss is counted as one.
-            total.fetch_add(now.wrapping_sub(before), Ordering::Relaxed);
+        let before = std::mem::replace(&mut state.accounted, size);
+        let (ended, ended_before) = (size.ended, before.ended);
+        for (total, now, before) in [
+            (&self.size.open_reservations, size.open_reservations, before.open_reservations),
+            (&self.size.remembered_ids, size.remembered_ids, before.remembered_ids),
+            (&self.size.settled, ended.settled, ended_before.settled),
+            (&self.size.released, ended.released, ended_before.released),
+            (&self.size.expired, ended.expired, ended_before.expired),
+        ] {
+            if now != before {
+                // Wrapping, so that a loss is counted as one.
+                total.fetch_add(now.wrapping_sub(before), Ordering::Relaxed);
+            }
         }
-        state.accounted = size;
     }
 
     /// The slots of all pools.
@@ -184,11 +214,12 @@ impl Shared {
 }
 
 impl SqliteLedger {
-    /// Loads what `store` kept of the pools in `directory` and starts the writer. Call within a Tokio runtime.
+    /// Loads what `store` kept of the pools in `directory` and starts the writer, which tells `committed` of every commit. Call within a Tokio runtime.
     pub async fn start(
         store: &SqliteStore,
         directory: &Directory,
         clock: Arc<dyn Clock>,
+        committed: impl Fn(Commit) + Send + Sync + 'static,
     ) -> Result<Self, StoreError> {
         let connection = store.connection.clone();
         let last_seen: i64 = sqlx::query_scalar("SELECT last_seen_ms FROM service")
@@ -199,9 +230,8 @@ impl SqliteLedger {
         let shared = Arc::new(Shared {
             clock,
             pools: papaya::HashMap::new(),
-            reservations: AtomicUsize::new(0),
-            ids: AtomicUsize::new(0),
-            waiting: AtomicUsize::new(0),
+            size: SharedSize::default(),
+            waiting: AtomicU64::new(0),
             last_seen_ms: last_seen.unix_ms().into(),
             clock_steps: AtomicU64::new(0),
             failing: watch::Sender::new(None),
@@ -221,7 +251,13 @@ impl SqliteLedger {
             shared.account(&mut slot.state.lock());
         }
         let (orders, receiver) = mpsc::unbounded_channel();
-        let writer = tokio::spawn(writer::run(Arc::clone(&shared), connection.clone(), receiver, last_seen));
+        let writer = tokio::spawn(writer::run(
+            Arc::clone(&shared),
+            connection.clone(),
+            receiver,
+            last_seen,
+            committed,
+        ));
         Ok(Self { shared, connection, orders, writer: Mutex::new(Some(writer)) })
     }
 
@@ -321,7 +357,7 @@ impl SqliteLedger {
         Ok(Some(durable))
     }
 
-    fn check_room(&self, what: &'static str, count: &AtomicUsize, max: usize) -> Result<(), LedgerError> {
+    fn check_room(&self, what: &'static str, count: &AtomicU64, max: u64) -> Result<(), LedgerError> {
         if count.load(Ordering::Relaxed) >= max { Err(LedgerError::Full { what, max }) } else { Ok(()) }
     }
 }
@@ -332,10 +368,10 @@ fn stopped() -> StoreError {
 }
 
 /// Counts one for as long as it lives.
-struct Counted<'a>(&'a AtomicUsize);
+struct Counted<'a>(&'a AtomicU64);
 
 impl<'a> Counted<'a> {
-    fn new(count: &'a AtomicUsize) -> Self {
+    fn new(count: &'a AtomicU64) -> Self {
         count.fetch_add(1, Ordering::Relaxed);
         Self(count)
     }
@@ -355,8 +391,8 @@ impl Ledger for SqliteLedger {
 
     async fn enforce(&self, charge: &Charge, wish: HoldRequest) -> Result<Enforced, LedgerError> {
         self.check_room("calls that wait for the disk", &self.shared.waiting, WAITING_MAX)?;
-        self.check_room("open reservations", &self.shared.reservations, RESERVATIONS_MAX)?;
-        self.check_room("remembered ids", &self.shared.ids, IDS_MAX)?;
+        self.check_room("open reservations", &self.shared.size.open_reservations, RESERVATIONS_MAX)?;
+        self.check_room("remembered ids", &self.shared.size.remembered_ids, IDS_MAX)?;
         self.write(
             charge.pool,
             |ledger, now| ledger.enforce(charge, wish, now),
@@ -367,7 +403,7 @@ impl Ledger for SqliteLedger {
 
     async fn record(&self, pool: PoolRevision, consumption: &Consumption) -> Result<Recorded, LedgerError> {
         self.check_room("calls that wait for the disk", &self.shared.waiting, WAITING_MAX)?;
-        self.check_room("remembered ids", &self.shared.ids, IDS_MAX)?;
+        self.check_room("remembered ids", &self.shared.size.remembered_ids, IDS_MAX)?;
         self.write(pool, |ledger, now| ledger.record(consumption, now), |_| true).await
     }
 
@@ -401,6 +437,14 @@ impl Ledger for SqliteLedger {
         with_samples: bool,
     ) -> Result<UsageReading, LedgerError> {
         self.read(pool, |ledger, now| ledger.usage(dimensions, with_samples, now))
+    }
+
+    async fn totals(
+        &self,
+        pool: PoolRevision,
+        dimensions: &[DimensionKey],
+    ) -> Result<PerCheck<(f64, f64)>, LedgerError> {
+        self.read(pool, |ledger, now| ledger.totals(dimensions, now))
     }
 
     async fn reservations(
@@ -439,9 +483,18 @@ impl Ledger for SqliteLedger {
     }
 
     fn condition(&self) -> Condition {
+        let size = &self.shared.size;
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
         Condition {
             failing: self.shared.failing.borrow().clone(),
             clock_steps: self.shared.clock_steps.load(Ordering::Relaxed),
+            open_reservations: read(&size.open_reservations),
+            remembered_ids: read(&size.remembered_ids),
+            ended: Ended {
+                settled: read(&size.settled),
+                released: read(&size.released),
+                expired: read(&size.expired),
+            },
         }
     }
 }

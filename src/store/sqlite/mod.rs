@@ -22,7 +22,7 @@ use sqlx::{
 };
 
 pub use directory::SqliteDirectory;
-pub use ledger::{SqliteLedger, Sweep};
+pub use ledger::{Commit, SqliteLedger, Sweep};
 
 use super::StoreError;
 

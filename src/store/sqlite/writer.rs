@@ -1,12 +1,15 @@
 //! The one writer: commits what all pools have gathered while the commit before was under way.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use sqlx::SqlitePool;
 use tokio::sync::mpsc;
 
 use super::{
-    ledger::{Order, Shared, Slot, Waiting},
+    ledger::{Commit, Order, Shared, Slot, Waiting},
     rows::Rows,
     unavailable,
 };
@@ -27,6 +30,7 @@ pub(super) async fn run(
     connection: SqlitePool,
     mut orders: mpsc::UnboundedReceiver<Order>,
     mut last_seen: Timestamp,
+    committed: impl Fn(Commit),
 ) {
     let mut received = Vec::new();
     // What every pool has moved after the clock went back. It is carried by the commit that says so: at the next start,
@@ -55,7 +59,11 @@ pub(super) async fn run(
             rows.add(*pool, changes);
         }
         let seen = stand_still(last_seen, now);
+        let started = Instant::now();
         let result = commit(&connection, &rows, seen).await;
+        let (elapsed, succeeded) = (started.elapsed(), result.is_ok());
+        let calls = batch.iter().map(|(_, waiting)| waiting.len() as u64).sum();
+        committed(Commit { calls, elapsed, succeeded });
         if result.is_ok() {
             last_seen = seen;
             moved.clear();

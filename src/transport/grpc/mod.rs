@@ -1,6 +1,7 @@
 //! The gRPC services of the contract, health and reflection.
 
 mod convert;
+mod observe;
 mod page;
 mod plan_admin;
 mod pool_admin;
@@ -10,14 +11,15 @@ mod status;
 
 use std::future::Future;
 
-use tokio::net::TcpListener;
+use tokio::{net::TcpListener, sync::watch};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::server::{Server, TcpIncoming};
 use tonic_health::{ServingStatus, server::HealthReporter};
 use tonic_reflection::server::Builder;
 use tower::util::MapResponseLayer;
 
-use crate::service::Service;
+use self::observe::ObserveLayer;
+use crate::{service::Service, telemetry::RpcMetrics};
 
 /// The generated types of the contract.
 #[allow(missing_docs, unreachable_pub, missing_debug_implementations, dead_code, clippy::all)]
@@ -36,28 +38,39 @@ const SERVICES: [&str; 4] = [
 
 /// Tells health checks whether this server can decide.
 #[derive(Clone)]
-pub(crate) struct Health(HealthReporter);
+pub(crate) struct Health {
+    reporter: HealthReporter,
+    serving: watch::Sender<bool>,
+}
 
 impl Health {
+    /// Follows whether this server can decide.
+    pub(crate) fn serving(&self) -> watch::Receiver<bool> {
+        self.serving.subscribe()
+    }
+
     /// The same for the server and for each of its services.
     pub(crate) async fn set(&self, serving: bool) {
         let status = if serving { ServingStatus::Serving } else { ServingStatus::NotServing };
         for service in std::iter::once("").chain(SERVICES) {
-            self.0.set_service_status(service, status).await;
+            self.reporter.set_service_status(service, status).await;
         }
+        self.serving.send_replace(serving);
     }
 }
 
 /// Serves on `listener` until `stop` is cancelled, then lets open calls finish. The server reports SERVING at once.
 pub(crate) async fn server(
     service: Service,
+    metrics: RpcMetrics,
     listener: TcpListener,
     stop: CancellationToken,
 ) -> Result<(Health, impl Future<Output = Result<(), tonic::transport::Error>> + Send), ReflectionError> {
     let (reporter, health_service) = tonic_health::server::health_reporter();
-    let health = Health(reporter);
+    let health = Health { reporter, serving: watch::Sender::new(false) };
     health.set(true).await;
     let router = Server::builder()
+        .layer(ObserveLayer::new(metrics))
         .layer(MapResponseLayer::new(status::blame_the_caller))
         .add_service(pb::quota_share_server::QuotaShareServer::new(quota_share::Api(service.clone())))
         .add_service(pb::pool_admin_server::PoolAdminServer::new(pool_admin::Api {

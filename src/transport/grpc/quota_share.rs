@@ -4,6 +4,7 @@ use tonic::{Request, Response, Status};
 
 use super::{
     convert::{self, decision, enforce, record},
+    observe::record_decision,
     pb::{self, quota_share_server::QuotaShare},
     status::{invalid, not_built, of_ledger},
 };
@@ -20,7 +21,9 @@ impl QuotaShare for Api {
     ) -> Result<Response<pb::EnforceResponse>, Status> {
         let call = enforce("", request.into_inner()).map_err(invalid)?;
         let answer = self.0.enforce(call).await.map_err(of_ledger)?;
-        Ok(Response::new(decision(answer)))
+        let response = decision(answer);
+        record_decision(&response);
+        Ok(Response::new(response))
     }
 
     async fn record_consumption(

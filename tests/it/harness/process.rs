@@ -124,6 +124,7 @@ impl Process {
             .env_clear()
             .env("DATA_DIR", data_dir)
             .env("QUOTA_LISTEN", "127.0.0.1:0")
+            .env("QUOTA_HTTP_LISTEN", "127.0.0.1:0")
             .envs(vars.iter().copied())
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -194,5 +195,6 @@ fn follow(stderr: ChildStderr, log: &Mutex<String>, tell: oneshot::Sender<Socket
 
 fn listened_on(line: &str) -> Option<SocketAddr> {
     let (_, rest) = line.split_once("listening on ")?;
-    rest.split_whitespace().next()?.parse().ok()
+    // The log is JSON where it is not a terminal.
+    rest.split([' ', '"']).next()?.parse().ok()
 }

@@ -1,6 +1,11 @@
 //! The service in this process, with time in the test's hands.
 
-use std::{ops::Deref, sync::Arc, time::Duration};
+use std::{
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    ops::Deref,
+    sync::Arc,
+    time::Duration,
+};
 
 use quota_share::{
     app::{self, Running},
@@ -14,6 +19,8 @@ use super::{Client, process::STARTING};
 
 /// 2026-07-01T00:00:00Z: the edge of an hour, of a bucket of 5 h and of a day.
 pub(crate) const T0: Timestamp = Timestamp::from_unix_ms(1_782_864_000_000);
+
+const FREE_PORT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
 /// The real server on a free port, in a folder of its own, at [`T0`] until the test moves its clock.
 #[derive(Debug)]
@@ -31,8 +38,12 @@ impl TestServer {
     pub(crate) async fn start() -> Self {
         let folder = TempDir::new().expect("a temporary folder");
         let defaults = Config::check(&Args::default()).expect("the defaults are valid");
-        let config =
-            Config { listen: ([127, 0, 0, 1], 0).into(), data_dir: folder.path().to_owned(), ..defaults };
+        let config = Config {
+            listen: FREE_PORT,
+            http_listen: Some(FREE_PORT),
+            data_dir: folder.path().to_owned(),
+            ..defaults
+        };
         let clock = Arc::new(ManualClock::new(T0));
         let (running, client) = start(&config, &clock).await;
         Self { client, running: Some(running), clock, config, _folder: folder }

@@ -1,0 +1,180 @@
+//! What is counted of decisions, by pool, for metrics.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
+
+use super::{Decided, Service};
+use crate::{
+    core::{
+        admission::{self, BlockReason, Mode},
+        ids::{ConnectionId, PoolId, PoolRevision},
+        plan::DimensionKey,
+        units::Timestamp,
+    },
+    store::Condition,
+};
+
+const DECISIONS: [&str; 3] = ["allow", "block", "would_block"];
+const REASONS: [&str; 7] =
+    ["OK", "NO_PLAN", "EXCEEDS_LIMIT", "CAP_ABSOLUTE", "MODEL_CAP", "GLOBAL_SATURATED", "FAIR_SHARE"];
+const MODES: [&str; 3] = ["none", "generous", "strict"];
+
+/// What is counted of one life of a pool since this replica started.
+#[derive(Debug, Default)]
+pub(super) struct PoolCounts {
+    /// When a call last matched it, in ms.
+    last_matched_ms: AtomicU64,
+    /// By decision, reason and mode.
+    decisions: [[[AtomicU64; MODES.len()]; REASONS.len()]; DECISIONS.len()],
+}
+
+/// What is counted of all of the service's decisions.
+#[derive(Debug, Default)]
+pub(super) struct Counts {
+    pools: papaya::HashMap<PoolRevision, Arc<PoolCounts>>,
+    /// In no pool though the connection is in one: the key is not.
+    no_pool_known: AtomicU64,
+    no_pool_unknown: AtomicU64,
+}
+
+/// How often a pool decided so.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DecisionCount {
+    /// The pool.
+    pub pool: PoolId,
+    /// `allow`, `block` or, in a pool in SHADOW, `would_block`.
+    pub decision: &'static str,
+    /// As in the contract.
+    pub reason: &'static str,
+    /// `strict` if any dimension was, `none` if no limit is known.
+    pub mode: &'static str,
+    /// Since this replica started.
+    pub count: u64,
+}
+
+/// How much of a limit is used.
+#[derive(Clone, Debug, PartialEq)]
+pub struct UsedFraction {
+    /// The pool.
+    pub pool: PoolId,
+    /// The dimension.
+    pub dimension: DimensionKey,
+    /// May exceed 1.
+    pub fraction: f64,
+}
+
+impl Counts {
+    fn of(&self, pool: PoolRevision) -> Arc<PoolCounts> {
+        Arc::clone(self.pools.pin().get_or_insert_with(pool, Arc::default))
+    }
+
+    /// A call has matched `pool` at `at`.
+    pub(super) fn matched(&self, pool: PoolRevision, at: Timestamp) {
+        self.of(pool).last_matched_ms.store(at.unix_ms(), Ordering::Relaxed);
+    }
+
+    pub(super) fn last_matched(&self, pool: PoolRevision) -> Option<Timestamp> {
+        let pools = self.pools.pin();
+        Some(Timestamp::from_unix_ms(pools.get(&pool)?.last_matched_ms.load(Ordering::Relaxed)))
+    }
+
+    pub(super) fn forget(&self, pool: PoolRevision) {
+        self.pools.pin().remove(&pool);
+    }
+
+    pub(super) fn no_pool(&self, connection_known: bool) {
+        let count = if connection_known { &self.no_pool_known } else { &self.no_pool_unknown };
+        count.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn decided(&self, decided: &Decided) {
+        let block = decided.verdict.block();
+        let decision = match block {
+            _ if decided.is_blocked() => 1,
+            Some(_) if decided.charge.shadow => 2,
+            _ => 0,
+        };
+        let reason = match block {
+            _ if decision == 0 && decided.entry.dimensions().is_empty() => 1,
+            None => 0,
+            // An earlier decision for the same request stands.
+            Some(_) if decision == 0 => 0,
+            Some(BlockReason::ExceedsLimit) => 2,
+            Some(BlockReason::CapAbsolute) => 3,
+            Some(BlockReason::ModelCap) => 4,
+            Some(BlockReason::GlobalSaturated) => 5,
+            Some(BlockReason::FairShare) => 6,
+        };
+        let modes = decided.verdict.findings.iter().map(|finding| match finding.mode {
+            None => 0,
+            Some(Mode::Generous) => 1,
+            Some(Mode::Strict) => 2,
+        });
+        let mode = modes.max().unwrap_or(0);
+        let counts = self.of(decided.entry.history.created_revision);
+        counts.decisions[decision][reason][mode].fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl Service {
+    /// Decisions of Enforce since this replica started, by pool.
+    pub fn decision_counts(&self) -> Vec<DecisionCount> {
+        let directory = self.directory();
+        let mut all = Vec::new();
+        for (life, counts) in &self.0.counts.pools.pin() {
+            let Some(entry) = directory.pool_of_life(*life) else { continue };
+            for (decision, by_reason) in DECISIONS.iter().zip(&counts.decisions) {
+                for (reason, by_mode) in REASONS.iter().zip(by_reason) {
+                    for (mode, count) in MODES.iter().zip(by_mode) {
+                        let count = count.load(Ordering::Relaxed);
+                        if count > 0 {
+                            let pool = entry.pool.id.clone();
+                            all.push(DecisionCount { pool, decision, reason, mode, count });
+                        }
+                    }
+                }
+            }
+        }
+        all
+    }
+
+    /// Decisions in no pool since this replica started: of connections that are in one, and of others.
+    pub fn no_pool_counts(&self) -> (u64, u64) {
+        let counts = &self.0.counts;
+        (counts.no_pool_known.load(Ordering::Relaxed), counts.no_pool_unknown.load(Ordering::Relaxed))
+    }
+
+    /// How much of each limit is used, of all pools.
+    pub async fn used_fractions(&self) -> Vec<UsedFraction> {
+        let directory = self.0.directory.load_full();
+        let mut all = Vec::new();
+        for entry in directory.pools_after(None) {
+            let dimensions = entry.dimension_keys();
+            // A pool that is deleted meanwhile has no usage to show.
+            let Ok(totals) = self.0.ledger.totals(entry.history.created_revision, &dimensions).await else {
+                continue;
+            };
+            for (dimension, (consumed, reserved)) in entry.dimensions().iter().zip(totals) {
+                let limit = dimension.limit_steps().map(|per_connection| entry.pool.limit(per_connection));
+                let fraction = admission::used_fraction(dimension.key.unit, limit, consumed + reserved);
+                all.extend(fraction.map(|fraction| UsedFraction {
+                    pool: entry.pool.id.clone(),
+                    dimension: dimension.key,
+                    fraction,
+                }));
+            }
+        }
+        all
+    }
+
+    /// How the store is.
+    pub fn condition(&self) -> Condition {
+        self.0.ledger.condition()
+    }
+
+    pub(super) fn count_no_pool(&self, connection: &ConnectionId) {
+        self.0.counts.no_pool(self.directory().pool_of(connection).is_some());
+    }
+}
