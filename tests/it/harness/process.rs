@@ -41,15 +41,20 @@ pub(crate) struct TestProcess {
 impl TestProcess {
     /// A process with nothing in it.
     pub(crate) async fn start() -> Self {
+        Self::start_with(&[]).await
+    }
+
+    /// A process with nothing in it and `vars` in its environment, which a restart does not get.
+    pub(crate) async fn start_with(vars: &[(&str, &str)]) -> Self {
         let folder = TempDir::new().expect("a temporary folder");
-        let (process, client) = listening(folder.path()).await;
+        let (process, client) = listening(folder.path(), vars).await;
         Self { process, client, folder }
     }
 
     /// Ends the process as a power cut would, and starts another one on the same data.
     pub(crate) async fn kill_and_restart(&mut self) {
         self.kill();
-        (self.process, self.client) = listening(self.folder.path()).await;
+        (self.process, self.client) = listening(self.folder.path(), &[]).await;
     }
 
     /// SIGKILL, and waits until the process is gone.
@@ -59,7 +64,7 @@ impl TestProcess {
 
     /// Starts another process on the data of one that has ended.
     pub(crate) async fn restart(&mut self) {
-        (self.process, self.client) = listening(self.folder.path()).await;
+        (self.process, self.client) = listening(self.folder.path(), &[]).await;
     }
 
     /// Sends `signal` and waits for the process to end by itself; returns its exit code and how long it took.
@@ -101,8 +106,8 @@ pub(crate) async fn failed_start(data_dir: &Path, vars: &[(&str, &str)]) -> (Opt
     (status.code(), process.log())
 }
 
-async fn listening(data_dir: &Path) -> (Process, Client) {
-    let (process, address) = Process::spawn(data_dir, &[]).await;
+async fn listening(data_dir: &Path, vars: &[(&str, &str)]) -> (Process, Client) {
+    let (process, address) = Process::spawn(data_dir, vars).await;
     let Ok(Ok(address)) = tokio::time::timeout(PATIENCE, address).await else {
         panic!("the process does not listen: {}", process.log());
     };

@@ -3,6 +3,7 @@
 use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr},
     ops::Deref,
+    path::Path,
     sync::Arc,
     time::Duration,
 };
@@ -14,6 +15,10 @@ use quota_share::{
     core::units::Timestamp,
 };
 use tempfile::TempDir;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
 
 use super::{Client, process::STARTING};
 
@@ -34,6 +39,25 @@ pub(crate) struct TestServer {
 }
 
 impl TestServer {
+    /// Where the database is.
+    pub(crate) fn data_dir(&self) -> &Path {
+        &self.config.data_dir
+    }
+
+    /// GET of one of the pages for probes and Prometheus: the status line's code and the body.
+    pub(crate) async fn page(&self, path: &str) -> (u16, String) {
+        let running = self.running.as_ref().expect("a server that was started");
+        let address = running.http_address().expect("pages are served");
+        let mut stream = TcpStream::connect(address).await.expect("the server accepts connections");
+        let request = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.expect("the server reads");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.expect("the server answers");
+        let (head, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
+        let code = head.split(' ').nth(1).and_then(|code| code.parse().ok()).expect("a status line");
+        (code, body.to_owned())
+    }
+
     /// A server with nothing in it.
     pub(crate) async fn start() -> Self {
         let folder = TempDir::new().expect("a temporary folder");

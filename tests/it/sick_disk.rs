@@ -1,0 +1,92 @@
+//! A disk that takes no writes: records are refused, decisions go on, and all is well again when the disk is.
+
+use std::time::Duration;
+
+use sqlx::{ConnectOptions, Connection, SqliteConnection, sqlite::SqliteConnectOptions};
+use tonic::Code;
+use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus};
+
+use crate::harness::{TestServer, Verdict, ask, hard, pb, pool, refusal, requests, spent, told};
+
+/// Every commit of counters and of the configuration updates this table.
+const BREAK: &str =
+    "CREATE TRIGGER sick BEFORE UPDATE ON service BEGIN SELECT RAISE(ABORT, 'the disk is sick'); END";
+const MEND: &str = "DROP TRIGGER sick";
+
+async fn sql(server: &TestServer, statement: &'static str) {
+    let options = SqliteConnectOptions::new().filename(server.data_dir().join("storage.sqlite"));
+    let mut connection: SqliteConnection =
+        options.connect().await.expect("the database opens beside the server");
+    sqlx::query(statement).execute(&mut connection).await.expect("the statement is valid");
+    connection.close().await.expect("nothing is left to write");
+}
+
+/// Waits until health says `want`: the server finds out by itself, within a second or so.
+async fn until_health_is(server: &TestServer, want: ServingStatus) {
+    loop {
+        let health = told(server.health().check(HealthCheckRequest::default()).await);
+        if health.status() == want {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+async fn status(server: &TestServer) -> pb::GetStatusResponse {
+    told(server.settings().get_status(pb::GetStatusRequest {}).await)
+}
+
+#[tokio::test]
+async fn a_record_is_never_acknowledged_by_a_disk_that_did_not_take_it() {
+    let server = TestServer::start().await;
+    server.create(pool("p", ["c1"], [hard("A", 100.0)]).with_provider("kimi")).await;
+    server.record("A", "c1", requests(10)).await;
+    sql(&server, BREAK).await;
+
+    let record = || spent("A", "c1", requests(5)).once("once");
+    let refused = refusal(server.quota().record_consumption(record()).await);
+    assert_eq!(refused.code, Code::Unavailable, "{}", refused.message);
+    let hold = ask("A", "c1", requests(7)).holding(Duration::from_secs(60));
+    assert_eq!(refusal(server.quota().enforce(hold.clone()).await).code, Code::Unavailable);
+    let another = pb::CreatePoolRequest { pool: Some(pool("q", ["c2"], [hard("A", 100.0)])) };
+    assert_eq!(refusal(server.pools().create_pool(another.clone()).await).code, Code::Unavailable);
+
+    // What was refused has left nothing, and decisions go on.
+    assert_eq!(server.used("p", "requests/hourly").await, (10.0, 0.0));
+    assert_eq!(server.enforce("A", "c1", None).await.verdict(), Verdict::Allow);
+    assert_eq!(server.list_pools().await.len(), 1);
+    until_health_is(&server, ServingStatus::NotServing).await;
+    assert_eq!(server.page("/readyz").await.0, 503);
+    assert_eq!(server.page("/livez").await.0, 200);
+    assert!(server.page("/metrics").await.1.contains("quota_share_store_failing 1"));
+    let warnings = status(&server).await.warnings;
+    assert!(warnings.iter().any(|warning| warning.contains("the disk is sick")), "{warnings:?}");
+
+    sql(&server, MEND).await;
+    until_health_is(&server, ServingStatus::Serving).await;
+    assert_eq!(server.page("/readyz").await.0, 200);
+    assert!(status(&server).await.warnings.is_empty());
+    let counted = told(server.quota().record_consumption(record()).await);
+    assert!(!counted.duplicate, "the refused call has left no id");
+    assert!(told(server.quota().record_consumption(record()).await).duplicate);
+    assert!(!told(server.quota().enforce(hold).await).reservation_id.is_empty());
+    told(server.pools().create_pool(another).await);
+    assert_eq!(server.used("p", "requests/hourly").await, (15.0, 7.0));
+}
+
+#[tokio::test]
+async fn what_a_sick_disk_refused_is_not_there_after_a_restart() {
+    let mut server = TestServer::start().await;
+    server.create(pool("p", ["c1"], [hard("A", 100.0)]).with_provider("kimi")).await;
+    let held = server.reserve("A", "c1", requests(3)).await;
+    sql(&server, BREAK).await;
+    let settle = spent("A", "c1", requests(2)).settling(&held.reservation_id);
+    assert_eq!(refusal(server.quota().record_consumption(settle.clone()).await).code, Code::Unavailable);
+    assert_eq!(server.used("p", "requests/hourly").await, (0.0, 3.0), "the hold stands again");
+    sql(&server, MEND).await;
+    server.restart().await;
+    assert_eq!(server.used("p", "requests/hourly").await, (0.0, 3.0));
+    let settled = told(server.quota().record_consumption(settle).await);
+    assert!(!settled.duplicate && !settled.reservation_expired);
+    assert_eq!(server.used("p", "requests/hourly").await, (2.0, 0.0));
+}
