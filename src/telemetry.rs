@@ -25,8 +25,9 @@ use tracing_subscriber::{
 
 use crate::{
     config::Otlp,
+    core::ledger::Ended,
     service::{DecisionCount, Service, UsedFraction},
-    store::sqlite::Commit,
+    store::{Condition, sqlite::Commit},
 };
 
 /// The target of the spans of calls, which are made only for an exporter of traces.
@@ -252,7 +253,8 @@ impl Metrics {
     }
 
     fn observe_store(&self, service: &Service) {
-        let gauges: [(&str, &str, fn(&crate::store::Condition) -> u64); 3] = [
+        type Read = fn(&Condition) -> u64;
+        let gauges: [(&'static str, &'static str, Read); 3] = [
             ("quota_share.reservations.open", "Reservations that hold something", |now| {
                 now.open_reservations
             }),
@@ -264,7 +266,7 @@ impl Metrics {
         for (name, description, read) in gauges {
             let service = service.clone();
             self.meter
-                .u64_observable_gauge(name.to_owned())
+                .u64_observable_gauge(name)
                 .with_description(description)
                 .with_callback(move |gauge| gauge.observe(read(&service.condition()), &[]))
                 .build();
@@ -274,7 +276,7 @@ impl Metrics {
             .u64_observable_counter("quota_share.reservations.ended")
             .with_description("Reservations that ended, by how")
             .with_callback(move |counter| {
-                let crate::core::ledger::Ended { settled, released, expired } = ended.condition().ended;
+                let Ended { settled, released, expired } = ended.condition().ended;
                 for (how, count) in [("settled", settled), ("released", released), ("expired", expired)] {
                     counter.observe(count, &[KeyValue::new("how", how)]);
                 }
