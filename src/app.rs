@@ -9,8 +9,11 @@ use uuid::Uuid;
 use crate::{
     clock::Clock,
     config::Config,
-    core::settings::{Settings, StoreDriver},
-    service::{Service, Start},
+    core::{
+        import::Import,
+        settings::{Settings, StoreDriver},
+    },
+    service::{AdminError, Imported, Service, Start},
     store::{
         DirectoryStore, Ledger, StoreError,
         sqlite::{OpenError, SqliteDirectory, SqliteLedger, SqliteStore},
@@ -82,6 +85,17 @@ pub enum StartError {
     Reflection(#[from] grpc::ReflectionError),
 }
 
+/// Why nothing was imported.
+#[derive(Debug, thiserror::Error)]
+pub enum ImportError {
+    /// There is no service to import into.
+    #[error(transparent)]
+    Start(#[from] StartError),
+    /// It was refused or could not be written.
+    #[error(transparent)]
+    Admin(#[from] AdminError),
+}
+
 /// Starts the service: the store first, then what decides on it, then the door.
 pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, StartError> {
     for warning in &config.warnings {
@@ -93,27 +107,8 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
         None => None,
     };
 
-    let store = SqliteStore::open(&config.data_dir).await?;
-    let directories = Arc::new(SqliteDirectory::new(&store));
-    let directory = directories.load().await?;
-    let metrics = Arc::new(Metrics::new(&config.otlp)?);
-    let ledger = SqliteLedger::start(&store, &directory, Arc::clone(&clock), metrics.commits()).await?;
-    let ledger = Arc::new(ledger);
-    check_driver(&config, directory.settings().store_driver)?;
-    let pools = directory.pool_count();
-    let start = Start {
-        replica_id: store.replica_id(|| Uuid::now_v7().to_string()).await?,
-        settings: Settings {
-            saturation_threshold: config.saturation_threshold,
-            soft_deprioritize_factor: config.soft_deprioritize_factor,
-            consumption_retention_days: config.consumption_retention_days,
-        },
-        id_life_ms: u64::from(config.id_life_seconds) * 1_000,
-        redis_url_configured: config.redis_url_configured,
-    };
-    let counters: Arc<dyn Ledger> = ledger.clone();
-    let service = Service::new(directory, directories, counters, clock, start);
-
+    let Opened { store, ledger, service, metrics } = open(&config, clock).await?;
+    let pools = service.directory().pool_count();
     let stop = CancellationToken::new();
     metrics.observe(&service);
     let (health, server) = grpc::server(service.clone(), metrics.rpc(), listener, stop.clone()).await?;
@@ -130,6 +125,39 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
     Ok(Running { address, http_address, health, server, pages, background, stop, ledger, store, metrics })
 }
 
+/// The service on its store, with no door yet.
+struct Opened {
+    store: SqliteStore,
+    ledger: Arc<SqliteLedger>,
+    service: Service,
+    metrics: Arc<Metrics>,
+}
+
+async fn open(config: &Config, clock: Arc<dyn Clock>) -> Result<Opened, StartError> {
+    let store = SqliteStore::open(&config.data_dir).await?;
+    let directories = Arc::new(SqliteDirectory::new(&store));
+    let directory = directories.load().await?;
+    let metrics = Arc::new(Metrics::new(&config.otlp)?);
+    let ledger = SqliteLedger::start(&store, &directory, Arc::clone(&clock), metrics.commits()).await?;
+    let ledger = Arc::new(ledger);
+    if let Some(warning) = check_driver(config, directory.settings().store_driver)? {
+        tracing::warn!("{warning}");
+    }
+    let start = Start {
+        replica_id: store.replica_id(|| Uuid::now_v7().to_string()).await?,
+        settings: Settings {
+            saturation_threshold: config.saturation_threshold,
+            soft_deprioritize_factor: config.soft_deprioritize_factor,
+            consumption_retention_days: config.consumption_retention_days,
+        },
+        id_life_ms: u64::from(config.id_life_seconds) * 1_000,
+        redis_url_configured: config.redis_url_configured,
+    };
+    let counters: Arc<dyn Ledger> = ledger.clone();
+    let service = Service::new(directory, directories, counters, clock, start);
+    Ok(Opened { store, ledger, service, metrics })
+}
+
 async fn bind(variable: &'static str, address: SocketAddr) -> Result<(TcpListener, SocketAddr), StartError> {
     let failed = |source| StartError::Listen { variable, address, source };
     let listener = TcpListener::bind(address).await.map_err(failed)?;
@@ -137,14 +165,25 @@ async fn bind(variable: &'static str, address: SocketAddr) -> Result<(TcpListene
     Ok((listener, address))
 }
 
-/// A stored driver wins over a configured one; redis without a URL is as good as none.
-fn check_driver(config: &Config, stored: Option<StoreDriver>) -> Result<(), StartError> {
+/// Takes `import` over into the data directory, which no other process may use meanwhile.
+pub async fn import(config: &Config, clock: Arc<dyn Clock>, import: Import) -> Result<Imported, ImportError> {
+    let Opened { store, ledger, service, .. } = open(config, clock).await?;
+    let imported = service.import(import).await;
+    ledger.close().await;
+    store.close().await;
+    Ok(imported?)
+}
+
+/// A stored driver wins over a configured one; redis without a URL is as good as none, which is told.
+pub(crate) fn check_driver(
+    config: &Config,
+    stored: Option<StoreDriver>,
+) -> Result<Option<&'static str>, StartError> {
     match stored.unwrap_or(config.store_driver) {
-        StoreDriver::Sqlite => Ok(()),
+        StoreDriver::Sqlite => Ok(None),
         StoreDriver::Redis if config.redis_url_configured => Err(StartError::NoRedis),
         StoreDriver::Redis => {
-            tracing::warn!("the driver redis needs QUOTA_STORE_REDIS_URL, which is not set: using sqlite");
-            Ok(())
+            Ok(Some("the driver redis needs QUOTA_STORE_REDIS_URL, which is not set: using sqlite"))
         }
     }
 }

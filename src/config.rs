@@ -13,7 +13,6 @@ use crate::core::{
 /// The variables as they were given, not yet checked. Each can be set as a flag or, by the same name, in the
 /// environment; the flag wins. An empty value is as good as none.
 #[derive(Clone, Debug, Default, Parser)]
-#[command(name = "quota-share", version, about, max_term_width = 110)]
 pub struct Args {
     /// Where gRPC is served, as IP:PORT; port 0 picks a free one [default: 127.0.0.1:50051]
     #[arg(long, env = "QUOTA_LISTEN", value_name = "IP:PORT", hide_env_values = true)]
@@ -113,6 +112,8 @@ pub struct Config {
     pub http_listen: Option<SocketAddr>,
     /// From the variables of OpenTelemetry
     pub otlp: Otlp,
+    /// `QUOTA_INSECURE`
+    pub insecure: bool,
     /// `DATA_DIR`
     pub data_dir: PathBuf,
     /// `QUOTA_STORE_DRIVER`, unless an administrator has stored another
@@ -172,6 +173,7 @@ impl Config {
             listen,
             http_listen,
             otlp: vars.otlp(&args.otel),
+            insecure,
             data_dir: vars.read("DATA_DIR", &args.data_dir, "./data", "a folder"),
             store_driver: StoreDriver::Sqlite,
             redis_url_configured: args.quota_store_redis_url.as_ref().is_some_and(|url| !url.0.is_empty()),
@@ -220,6 +222,48 @@ impl Config {
         } else {
             Err(InvalidConfig(vars.refused))
         }
+    }
+}
+
+impl Config {
+    /// Every variable with its value, one a line, secrets masked. A field that is added has to be shown here.
+    pub fn in_force(&self) -> String {
+        let Config {
+            listen,
+            http_listen,
+            otlp: Otlp { traces, metrics },
+            insecure,
+            data_dir,
+            store_driver,
+            redis_url_configured,
+            saturation_threshold,
+            soft_deprioritize_factor,
+            consumption_retention_days,
+            id_life_seconds,
+            warnings: _,
+        } = self;
+        let store_driver = match store_driver {
+            StoreDriver::Sqlite => "sqlite",
+            StoreDriver::Redis => "redis",
+        };
+        let http_listen = http_listen.map_or_else(|| "off".to_owned(), |address| address.to_string());
+        let exported = |exported: bool| if exported { "are exported" } else { "are not" };
+        let redis_url = if *redis_url_configured { "***" } else { "" };
+        let variables = [
+            ("QUOTA_LISTEN", listen.to_string()),
+            ("QUOTA_HTTP_LISTEN", http_listen),
+            ("QUOTA_INSECURE", insecure.to_string()),
+            ("DATA_DIR", data_dir.display().to_string()),
+            ("QUOTA_STORE_DRIVER", store_driver.to_owned()),
+            ("QUOTA_STORE_REDIS_URL", redis_url.to_owned()),
+            ("QUOTA_SATURATION_THRESHOLD", saturation_threshold.to_string()),
+            ("QUOTA_SOFT_DEPRIORITIZE_FACTOR", soft_deprioritize_factor.to_string()),
+            ("QUOTA_CONSUMPTION_RETENTION_DAYS", consumption_retention_days.to_string()),
+            ("QUOTA_ID_LIFE_SECONDS", id_life_seconds.to_string()),
+        ];
+        let lines = variables.iter().map(|(variable, value)| format!("{variable}={value}\n"));
+        let (traces, metrics) = (exported(*traces), exported(*metrics));
+        lines.collect::<String>() + &format!("# OpenTelemetry: traces {traces}, metrics {metrics}\n")
     }
 }
 

@@ -11,6 +11,7 @@
 //! `transport`; rows stop at `store`. `app` is the one place that knows everybody.
 
 pub mod app;
+pub mod cli;
 pub mod clock;
 pub mod config;
 pub mod core;

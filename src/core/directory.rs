@@ -1,5 +1,7 @@
 //! All pools and plans at one revision, and what becomes of them by one change.
 
+mod import;
+
 use std::sync::Arc;
 
 use imbl::{HashMap, OrdMap};
@@ -7,6 +9,7 @@ use imbl::{HashMap, OrdMap};
 use super::{
     catalog,
     ids::{ApiKeyId, ConnectionId, InvalidField, PoolId, PoolRevision},
+    import::Import,
     plan::{Dimension, DimensionKey, Plan, PlanSpec},
     pool::{Allocation, AllocationSpec, Pool, PoolSpec},
     settings::{SettingsUpdate, StoredSettings},
@@ -159,6 +162,9 @@ pub enum Change {
     },
     /// Stores and forgets settings.
     UpdateSettings(SettingsUpdate),
+    /// Takes over pools, whose ids have been chosen, with plans and settings. There is nothing to do where there are
+    /// pools already; plans and settings that are stored already stay.
+    Import(Import),
 }
 
 /// What a store has to write for a change.
@@ -176,13 +182,13 @@ pub enum Write {
     PutSettings(Arc<StoredSettings>),
 }
 
-/// The directory after a change, and the one document that differs.
+/// The directory after a change, and the documents that differ.
 #[derive(Clone, Debug)]
 pub struct Applied {
-    /// At the revision after the one that was changed.
+    /// At a later revision than the one that was changed: of each document by one.
     pub next: Directory,
-    /// What differs.
-    pub write: Write,
+    /// What differs: one document, but for an import.
+    pub writes: Vec<Write>,
 }
 
 /// Why a change was refused. Nothing has changed.
@@ -314,7 +320,11 @@ impl Directory {
     pub fn apply(&self, change: Change, at: Timestamp) -> Result<Option<Applied>, ChangeRefused> {
         let mut next = Directory { revision: self.revision + 1, ..self.clone() };
         let write = match change {
-            Change::CreatePool(spec) => Some(next.create_pool(&spec, at)?),
+            Change::Import(import) => {
+                let writes = next.import(&import, at)?;
+                return Ok(writes.map(|writes| Applied { next, writes }));
+            }
+            Change::CreatePool(spec) => Some(next.create_pool("pool", &spec, at)?),
             Change::UpdatePool { spec, revision } => Some(next.update_pool(&spec, revision, at)?),
             Change::DeletePool { pool, revision } => next.delete_pool(&pool, revision)?,
             Change::PutAllocation { pool, allocation, revision } => {
@@ -327,11 +337,12 @@ impl Directory {
             Change::DeletePlan { connection, revision } => next.delete_plan(&connection, revision)?,
             Change::UpdateSettings(update) => Some(next.update_settings(&update)?),
         };
-        Ok(write.map(|write| Applied { next, write }))
+        Ok(write.map(|write| Applied { next, writes: vec![write] }))
     }
 
-    fn create_pool(&mut self, spec: &PoolSpec, at: Timestamp) -> Result<Write, ChangeRefused> {
-        let pool = Pool::check("pool", spec).map_err(ChangeRefused::Invalid)?;
+    /// `path` is the pool's place in the request.
+    fn create_pool(&mut self, path: &str, spec: &PoolSpec, at: Timestamp) -> Result<Write, ChangeRefused> {
+        let pool = Pool::check(path, spec).map_err(ChangeRefused::Invalid)?;
         if self.pools.contains_key(&pool.id) {
             return Err(ChangeRefused::PoolExists(pool.id));
         }
@@ -405,10 +416,15 @@ impl Directory {
         let connection = plan.connection.clone();
         let stored = self.plans.get(&connection).map_or(0, |entry| entry.revision);
         check_revision(format_args!("the plan of {connection}"), revision, stored)?;
+        Ok(self.store_plan(plan))
+    }
+
+    fn store_plan(&mut self, plan: Plan) -> Write {
+        let connection = plan.connection.clone();
         let entry = Arc::new(PlanEntry { plan, revision: self.revision });
         self.plans.insert(connection.clone(), Arc::clone(&entry));
         self.replan(&connection);
-        Ok(Write::PutPlan(entry))
+        Write::PutPlan(entry)
     }
 
     fn delete_plan(

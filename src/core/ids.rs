@@ -19,15 +19,20 @@ pub struct InvalidField {
 impl InvalidField {
     /// A refusal of `given` for `field`.
     pub fn new(field: impl Into<String>, given: impl fmt::Debug, accepted: impl Into<String>) -> Self {
-        /// Long enough to recognise a value, short enough for a log line.
-        const SHOWN_CHARS_MAX: usize = 80;
-        let mut shown = format!("{given:?}");
-        if let Some((end, _)) = shown.char_indices().nth(SHOWN_CHARS_MAX) {
-            shown.truncate(end);
-            shown.push('…');
-        }
-        Self { field: field.into(), given: shown, accepted: accepted.into() }
+        Self { field: field.into(), given: shown(given), accepted: accepted.into() }
     }
+}
+
+/// `value` for a message: shortened if it is long.
+pub fn shown(value: impl fmt::Debug) -> String {
+    /// Long enough to recognise a value, short enough for a log line.
+    const SHOWN_CHARS_MAX: usize = 80;
+    let mut shown = format!("{value:?}");
+    if let Some((end, _)) = shown.char_indices().nth(SHOWN_CHARS_MAX) {
+        shown.truncate(end);
+        shown.push('…');
+    }
+    shown
 }
 
 /// The mistakes found so far, so that all of them can be named at once.

@@ -15,6 +15,7 @@
 //! | [`pool`]        | who shares what, in which proportion?                                |
 //! | [`settings`]    | what applies where a pool has nothing of its own?                    |
 //! | [`directory`]   | all pools and plans at one revision: what may change, and to what?   |
+//! | [`import`]      | what do others' pools become here, and how does the configuration leave? |
 //! | [`charge`]      | what would this request use, up to which bounds?                     |
 //! | [`admission`]   | given the counters, is it allowed? The one definition of the rule    |
 //! | [`retry_after`] | if not, when?                                                        |
@@ -27,6 +28,7 @@ pub mod catalog;
 pub mod charge;
 pub mod directory;
 pub mod ids;
+pub mod import;
 pub mod ledger;
 pub mod memory;
 pub mod plan;

@@ -64,6 +64,25 @@ pub struct SettingsUpdate {
     pub clear: Vec<String>,
 }
 
+impl From<&StoredSettings> for SettingsUpdate {
+    /// Stores what is stored elsewhere.
+    fn from(stored: &StoredSettings) -> Self {
+        let StoredSettings {
+            store_driver,
+            saturation_threshold,
+            soft_deprioritize_factor,
+            consumption_retention_days,
+        } = *stored;
+        SettingsUpdate {
+            store_driver,
+            saturation_threshold,
+            soft_deprioritize_factor,
+            consumption_retention_days: consumption_retention_days.map(i64::from),
+            clear: Vec::new(),
+        }
+    }
+}
+
 impl StoredSettings {
     /// What is in force: stored, else `otherwise`.
     pub fn over(&self, otherwise: &Settings) -> Settings {

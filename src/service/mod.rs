@@ -3,6 +3,7 @@
 mod counts;
 mod enforce;
 mod explain;
+mod import;
 mod pool_admin;
 mod record;
 mod settings;
@@ -14,6 +15,7 @@ use arc_swap::{ArcSwap, Guard};
 
 pub use counts::{DecisionCount, UsedFraction};
 pub use enforce::{Decided, Decision, EnforceCall, Reserve};
+pub use import::Imported;
 pub use pool_admin::{AdminError, PoolView};
 pub use record::{RecordCall, RecordOutcome};
 pub use settings::{SettingsView, Status};

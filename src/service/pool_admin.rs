@@ -8,7 +8,7 @@ use super::Service;
 use crate::{
     core::{
         directory::{Change, ChangeRefused, PlanInForce, PoolEntry, Write},
-        ids::{ApiKeyId, ConnectionId, InvalidField, PoolId},
+        ids::{ApiKeyId, ConnectionId, InvalidField, PoolId, PoolRevision},
         plan::{DimensionKey, PlanSpec},
         pool::{AllocationSpec, PoolSpec},
         units::Timestamp,
@@ -49,13 +49,18 @@ impl Service {
 
     /// A new pool; one without an id gets one.
     pub async fn create_pool(&self, mut spec: PoolSpec) -> Result<Arc<PoolEntry>, AdminError> {
+        self.choose_id(&mut spec);
+        self.put_pool(Change::CreatePool(spec)).await
+    }
+
+    /// A pool without an id gets one.
+    pub(super) fn choose_id(&self, spec: &mut PoolSpec) {
         if spec.pool_id.is_empty() {
             let now = self.0.clock.now().unix_ms();
             let (seconds, nanos) = (now / 1_000, (now % 1_000 * 1_000_000) as u32);
             let timestamp = uuid::Timestamp::from_unix(uuid::NoContext, seconds, nanos);
             spec.pool_id = Uuid::new_v7(timestamp).to_string();
         }
-        self.put_pool(Change::CreatePool(spec)).await
     }
 
     /// Replaces all of a pool but its id and history.
@@ -153,10 +158,15 @@ impl Service {
         }
     }
 
-    /// Applies a change: durable first, then in force. `None` if there was nothing to do.
+    /// Applies a change of one document: durable first, then in force. `None` if there was nothing to do.
+    pub(super) async fn change(&self, change: Change) -> Result<Option<Write>, AdminError> {
+        Ok(self.change_all(change).await?.pop())
+    }
+
+    /// Applies a change: durable first, then in force. Nothing is written if there was nothing to do.
     ///
     /// It goes on when the caller hangs up, so that what is stored is also in force.
-    pub(super) async fn change(&self, change: Change) -> Result<Option<Write>, AdminError> {
+    pub(super) async fn change_all(&self, change: Change) -> Result<Vec<Write>, AdminError> {
         let service = self.clone();
         let task = tokio::spawn(async move { service.change_in_turn(change).await });
         task.await.unwrap_or_else(|ended| {
@@ -166,22 +176,28 @@ impl Service {
         })
     }
 
-    async fn change_in_turn(&self, change: Change) -> Result<Option<Write>, AdminError> {
+    async fn change_in_turn(&self, change: Change) -> Result<Vec<Write>, AdminError> {
         let _turn = self.0.turn.lock().await;
         let directory = self.0.directory.load_full();
-        let Some(applied) = directory.apply(change, self.0.clock.now())? else { return Ok(None) };
-        self.0.store.commit(applied.next.revision(), &applied.write).await?;
+        let Some(applied) = directory.apply(change, self.0.clock.now())? else { return Ok(Vec::new()) };
+        self.0.store.commit(directory.revision(), applied.next.revision(), &applied.writes).await?;
         self.0.directory.store(Arc::new(applied.next));
-        if let Write::DeletePool(_, life) = &applied.write {
-            self.0.counts.forget(*life);
-            if let Err(error) = self.0.ledger.remove(*life).await {
-                // The pool is gone and nothing reads its counters any more; their rows go with the retention.
-                tracing::warn!(
-                    error = &error as &dyn std::error::Error,
-                    "counters of a deleted pool were left on disk"
-                );
+        for write in &applied.writes {
+            if let Write::DeletePool(_, life) = write {
+                self.forget(*life).await;
             }
         }
-        Ok(Some(applied.write))
+        Ok(applied.writes)
+    }
+
+    async fn forget(&self, life: PoolRevision) {
+        self.0.counts.forget(life);
+        if let Err(error) = self.0.ledger.remove(life).await {
+            // The pool is gone and nothing reads its counters any more; their rows go with the retention.
+            tracing::warn!(
+                error = &error as &dyn std::error::Error,
+                "counters of a deleted pool were left on disk"
+            );
+        }
     }
 }

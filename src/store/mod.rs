@@ -115,8 +115,8 @@ pub struct Condition {
 /// Where pools and plans are kept.
 #[async_trait]
 pub trait DirectoryStore: fmt::Debug + Send + Sync + 'static {
-    /// Makes `write` durable and the revision `next`, if the stored one is the one before it.
-    async fn commit(&self, next: u64, write: &Write) -> Result<(), StoreError>;
+    /// Makes all of `writes` durable, and the revision `next`, in one transaction, if the stored revision is `before`.
+    async fn commit(&self, before: u64, next: u64, writes: &[Write]) -> Result<(), StoreError>;
 
     /// All that is stored.
     async fn load(&self) -> Result<Directory, StoreError>;

@@ -3,9 +3,11 @@
 
 mod brute_force;
 mod cases;
+mod command_line;
 mod contract;
 mod harness;
 mod hostile_input;
+mod import;
 mod kill;
 mod ledger_ids;
 mod many_clients;

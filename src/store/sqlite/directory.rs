@@ -1,9 +1,17 @@
 //! Pools and plans as documents in SQLite.
 
-use async_trait::async_trait;
-use sqlx::{Row, SqlitePool, sqlite::SqliteRow};
+use std::path::Path;
 
-use super::{STORE, SqliteStore, corrupt, unavailable, unsigned};
+use async_trait::async_trait;
+use sqlx::{
+    Row, Sqlite, SqlitePool,
+    query::Query,
+    sqlite::{SqliteArguments, SqliteRow},
+};
+
+use super::{
+    FILE, OpenError, STORE, SqliteStore, corrupt, open_read_only, schema_version, unavailable, unsigned,
+};
 use crate::{
     core::{
         directory::{Directory, PlanEntry, PoolHistory, Write},
@@ -26,71 +34,66 @@ impl SqliteDirectory {
     pub fn new(store: &SqliteStore) -> Self {
         Self { connection: store.connection.clone() }
     }
+
+    /// The documents of a data directory that another process may be using: they can only be read.
+    pub async fn read_only(folder: &Path) -> Result<Self, OpenError> {
+        let path = folder.join(FILE);
+        if !path.exists() {
+            return Err(OpenError::Missing { folder: folder.to_owned() });
+        }
+        let connection = open_read_only(&path).await?;
+        let version = sqlx::query_scalar("SELECT max(version) FROM _sqlx_migrations").fetch_one(&connection);
+        let found: Option<i64> =
+            version.await.map_err(|source| OpenError::Database { path: path.clone(), source })?;
+        match found {
+            Some(found) if found == schema_version() => Ok(Self { connection }),
+            found => {
+                Err(OpenError::OtherVersion { path, found: found.unwrap_or(0), expected: schema_version() })
+            }
+        }
+    }
 }
 
 #[async_trait]
 impl DirectoryStore for SqliteDirectory {
-    async fn commit(&self, next: u64, write: &Write) -> Result<(), StoreError> {
+    async fn commit(&self, before: u64, next: u64, writes: &[Write]) -> Result<(), StoreError> {
         let failed = unavailable("writing the configuration");
         let mut transaction = self.connection.begin_with("BEGIN IMMEDIATE").await.map_err(&failed)?;
-        let moved = sqlx::query("UPDATE service SET config_revision = ?1 WHERE config_revision = ?1 - 1")
+        let moved = sqlx::query("UPDATE service SET config_revision = ?2 WHERE config_revision = ?1")
+            .bind(before as i64)
             .bind(next as i64)
             .execute(&mut *transaction)
             .await
             .map_err(&failed)?;
         if moved.rows_affected() != 1 {
-            return Err(corrupt("config_revision", "another revision", format!("the one before {next}")));
+            return Err(corrupt("config_revision", "another revision", before.to_string()));
         }
-        let statement = match write {
-            Write::PutPool(entry) => {
-                let PoolHistory { created_revision, revision, created_at, updated_at } = entry.history;
-                sqlx::query(
-                    "INSERT INTO pools (pool_id, created_revision, revision, created_ms, updated_ms, document)
-                     VALUES (?1, ?2, ?3, ?4, ?5, ?6)
-                     ON CONFLICT (pool_id) DO UPDATE SET revision = ?3, updated_ms = ?5, document = ?6",
-                )
-                .bind(entry.pool.id.as_str())
-                .bind(created_revision.0 as i64)
-                .bind(revision as i64)
-                .bind(created_at.unix_ms() as i64)
-                .bind(updated_at.unix_ms() as i64)
-                .bind(document(&entry.pool.to_spec()))
-            }
-            Write::DeletePool(id, _) => sqlx::query("DELETE FROM pools WHERE pool_id = ?1").bind(id.as_str()),
-            Write::PutPlan(entry) => sqlx::query(
-                "INSERT OR REPLACE INTO plans (connection_id, revision, document) VALUES (?1, ?2, ?3)",
-            )
-            .bind(entry.plan.connection.as_str())
-            .bind(entry.revision as i64)
-            .bind(document(&entry.plan.to_spec())),
-            Write::DeletePlan(connection) => {
-                sqlx::query("DELETE FROM plans WHERE connection_id = ?1").bind(connection.as_str())
-            }
-            Write::PutSettings(settings) => {
-                sqlx::query("UPDATE service SET settings = ?1").bind(document(&**settings))
-            }
-        };
-        statement.execute(&mut *transaction).await.map_err(&failed)?;
+        for write in writes {
+            statement(write).execute(&mut *transaction).await.map_err(&failed)?;
+        }
         transaction.commit().await.map_err(&failed)
     }
 
     async fn load(&self) -> Result<Directory, StoreError> {
         let failed = unavailable("reading the configuration");
+        // All at one revision, also where another process writes.
+        let mut snapshot = self.connection.begin().await.map_err(&failed)?;
         let (revision, settings): (i64, String) =
             sqlx::query_as("SELECT config_revision, settings FROM service")
-                .fetch_one(&self.connection)
+                .fetch_one(&mut *snapshot)
                 .await
                 .map_err(&failed)?;
         let plans = sqlx::query("SELECT connection_id, revision, document FROM plans")
-            .fetch_all(&self.connection)
+            .fetch_all(&mut *snapshot)
             .await
             .map_err(&failed)?;
         let pools = sqlx::query(
             "SELECT pool_id, created_revision, revision, created_ms, updated_ms, document FROM pools",
         )
-        .fetch_all(&self.connection)
+        .fetch_all(&mut *snapshot)
         .await
         .map_err(&failed)?;
+        snapshot.rollback().await.map_err(&failed)?;
         let plans = plans.iter().map(read_plan).collect::<Result<_, _>>()?;
         let pools = pools.iter().map(read_pool).collect::<Result<_, _>>()?;
         Directory::restore(
@@ -100,6 +103,38 @@ impl DirectoryStore for SqliteDirectory {
             pools,
         )
         .map_err(|refused| corrupt("the pools", refused.to_string(), "pools that do not share a connection"))
+    }
+}
+
+fn statement(write: &Write) -> Query<'_, Sqlite, SqliteArguments> {
+    match write {
+        Write::PutPool(entry) => {
+            let PoolHistory { created_revision, revision, created_at, updated_at } = entry.history;
+            sqlx::query(
+                "INSERT INTO pools (pool_id, created_revision, revision, created_ms, updated_ms, document)
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?6)
+                 ON CONFLICT (pool_id) DO UPDATE SET revision = ?3, updated_ms = ?5, document = ?6",
+            )
+            .bind(entry.pool.id.as_str())
+            .bind(created_revision.0 as i64)
+            .bind(revision as i64)
+            .bind(created_at.unix_ms() as i64)
+            .bind(updated_at.unix_ms() as i64)
+            .bind(document(&entry.pool.to_spec()))
+        }
+        Write::DeletePool(id, _) => sqlx::query("DELETE FROM pools WHERE pool_id = ?1").bind(id.as_str()),
+        Write::PutPlan(entry) => sqlx::query(
+            "INSERT OR REPLACE INTO plans (connection_id, revision, document) VALUES (?1, ?2, ?3)",
+        )
+        .bind(entry.plan.connection.as_str())
+        .bind(entry.revision as i64)
+        .bind(document(&entry.plan.to_spec())),
+        Write::DeletePlan(connection) => {
+            sqlx::query("DELETE FROM plans WHERE connection_id = ?1").bind(connection.as_str())
+        }
+        Write::PutSettings(settings) => {
+            sqlx::query("UPDATE service SET settings = ?1").bind(document(&**settings))
+        }
     }
 }
 

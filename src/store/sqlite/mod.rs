@@ -5,6 +5,7 @@
 
 mod directory;
 mod ledger;
+mod omniroute;
 mod rows;
 mod writer;
 
@@ -18,11 +19,13 @@ use std::{
 
 use sqlx::{
     ConnectOptions, SqlitePool,
+    migrate::Migrator,
     sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous},
 };
 
 pub use directory::SqliteDirectory;
 pub use ledger::{Commit, SqliteLedger, Sweep};
+pub use omniroute::{ForeignError, is_database, read_omniroute};
 
 use super::StoreError;
 
@@ -31,6 +34,13 @@ const FILE: &str = "storage.sqlite";
 const LOCK_FILE: &str = "quota-share.lock";
 /// How long a statement waits for another process, such as a backup, to let go of the file.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
+
+static MIGRATIONS: Migrator = sqlx::migrate!("./migrations");
+
+/// Of the newest migration.
+fn schema_version() -> i64 {
+    MIGRATIONS.iter().map(|migration| migration.version).max().unwrap_or(0)
+}
 
 /// The data directory, held by this process alone.
 #[derive(Debug)]
@@ -77,6 +87,25 @@ pub enum OpenError {
         /// What went wrong.
         source: sqlx::migrate::MigrateError,
     },
+    /// There is nothing to read.
+    #[error("there is no {FILE} in {folder}: set DATA_DIR to the folder of a service's data")]
+    Missing {
+        /// The data directory.
+        folder: PathBuf,
+    },
+    /// The file is only to be read, and was written by another version.
+    #[error(
+        "{path} has the schema {found} and this version {expected}: use the version that wrote it, or start this one \
+         on it once with `quota-share serve`"
+    )]
+    OtherVersion {
+        /// The file.
+        path: PathBuf,
+        /// Its schema.
+        found: i64,
+        /// That of this version.
+        expected: i64,
+    },
 }
 
 impl SqliteStore {
@@ -98,7 +127,7 @@ impl SqliteStore {
             .connect_with(options)
             .await
             .map_err(|source| OpenError::Database { path: path.clone(), source })?;
-        sqlx::migrate!("./migrations")
+        MIGRATIONS
             .run(&connection)
             .await
             .map_err(|source| OpenError::Migration { path: path.clone(), source })?;
@@ -123,6 +152,31 @@ impl SqliteStore {
     pub async fn close(&self) {
         self.connection.close().await;
     }
+}
+
+/// Opens a database that is somebody else's to write. Beside a writer it sees what was committed last; beside nobody it
+/// leaves no file, which might then be another user's than the database.
+async fn open_read_only(path: &Path) -> Result<SqlitePool, OpenError> {
+    let has_log = is_logged(path).map_err(|source| OpenError::Folder { path: path.to_owned(), source })?;
+    let log = PathBuf::from(format!("{}-wal", path.display()));
+    let options = SqliteConnectOptions::new()
+        .filename(path)
+        .read_only(true)
+        // Whoever writes has a log.
+        .immutable(has_log && !log.exists())
+        .busy_timeout(BUSY_TIMEOUT)
+        .disable_statement_logging();
+    let pool = SqlitePoolOptions::new().max_connections(1);
+    pool.connect_with(options).await.map_err(|source| OpenError::Database { path: path.to_owned(), source })
+}
+
+/// True if whoever writes the database uses a write-ahead log; its header says so.
+fn is_logged(path: &Path) -> io::Result<bool> {
+    const WRITE_VERSION_AT: usize = 18;
+    const WAL: u8 = 2;
+    let mut header = Vec::new();
+    File::open(path)?.take(WRITE_VERSION_AT as u64 + 1).read_to_end(&mut header)?;
+    Ok(header.get(WRITE_VERSION_AT) == Some(&WAL))
 }
 
 /// Takes the folder for this process; the lock file names it to whoever comes later.

@@ -1,6 +1,7 @@
 //! The gRPC services of the contract, health and reflection.
 
 mod convert;
+mod health_check;
 mod observe;
 mod page;
 mod plan_admin;
@@ -17,6 +18,8 @@ use tonic::transport::server::{Server, TcpIncoming};
 use tonic_health::{ServingStatus, server::HealthReporter};
 use tonic_reflection::server::Builder;
 use tower::util::MapResponseLayer;
+
+pub(crate) use health_check::check_health;
 
 use self::observe::ObserveLayer;
 use crate::{service::Service, telemetry::RpcMetrics};

@@ -12,15 +12,16 @@ use super::{
     convert::{self, allocation_spec, decision, plan, pool, pool_spec, revision, timestamp},
     page::{PAGE_BYTES_MAX, Page, invalid_token},
     pb::{self, pool_admin_server::PoolAdmin},
-    status::{draining, invalid, not_built, of_admin, of_ledger},
+    status::{draining, invalid, of_admin, of_ledger},
 };
 use crate::{
     core::{
         directory::PoolEntry,
         ids::{ApiKeyId, Faults, InvalidField, PoolId},
+        import::legacy,
         units::Timestamp,
     },
-    service::{Service, UsageCall},
+    service::{Imported, Service, UsageCall},
     store::ReservationPlace,
 };
 
@@ -237,9 +238,22 @@ impl PoolAdmin for Api {
 
     async fn import_pools(
         &self,
-        _: Request<pb::ImportPoolsRequest>,
+        request: Request<pb::ImportPoolsRequest>,
     ) -> Result<Response<pb::ImportPoolsResponse>, Status> {
-        Err(not_built("imports"))
+        let import = legacy::read("legacy_json", &request.into_inner().legacy_json).map_err(invalid)?;
+        let Imported { pools: entries, mut warnings, skipped, .. } =
+            self.service.import(import).await.map_err(of_admin)?;
+        let mut bytes = 0;
+        let shown = entries.iter().map(|entry| pool(entry)).take_while(|pool| {
+            bytes += pool.encoded_len();
+            bytes <= PAGE_BYTES_MAX
+        });
+        let pools: Vec<pb::Pool> = shown.collect();
+        if pools.len() < entries.len() {
+            let more = entries.len() - pools.len();
+            warnings.push(format!("{more} more pools were imported: ListPools lists all"));
+        }
+        Ok(Response::new(pb::ImportPoolsResponse { pools, skipped, warnings }))
     }
 }
 

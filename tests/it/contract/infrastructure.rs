@@ -98,8 +98,6 @@ async fn what_is_not_built_says_so() {
     server.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
     let signals = pb::ReportSignalsRequest { connection_id: "c1".to_owned(), ..Default::default() };
     assert_unimplemented(server.quota().report_signals(signals).await);
-    let import = pb::ImportPoolsRequest { legacy_json: "[]".to_owned() };
-    assert_unimplemented(server.pools().import_pools(import).await);
     let redis = pb::Settings {
         store_driver: pb::settings::StoreDriver::Redis.into(),
         redis_url: "redis://127.0.0.1:6379".to_owned(),

@@ -16,7 +16,7 @@ mod server;
 
 pub(crate) use answers::{Refusal, Verdict, blocked, millis, refusal, unix_ms};
 pub(crate) use client::{Client, told};
-pub(crate) use process::{TestProcess, failed_start};
+pub(crate) use process::{Ended, TestProcess, failed_start, run};
 pub(crate) use requests::{
     ask, burst, cost, dimension, exempt, hard, percent, pool, requests, soft, spent, tokens, unlimited, usd,
 };

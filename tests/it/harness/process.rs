@@ -46,15 +46,25 @@ impl TestProcess {
 
     /// A process with nothing in it and `vars` in its environment, which a restart does not get.
     pub(crate) async fn start_with(vars: &[(&str, &str)]) -> Self {
+        Self::start_as(&[], vars).await
+    }
+
+    /// A process on data that somebody else keeps.
+    pub(crate) async fn start_on(data_dir: &Path) -> Self {
+        Self::start_as(&["--data-dir", &data_dir.display().to_string()], &[]).await
+    }
+
+    /// A process with these arguments, which may name another folder than its own.
+    pub(crate) async fn start_as(args: &[&str], vars: &[(&str, &str)]) -> Self {
         let folder = TempDir::new().expect("a temporary folder");
-        let (process, client) = listening(folder.path(), vars).await;
+        let (process, client) = listening(folder.path(), args, vars).await;
         Self { process, client, folder }
     }
 
     /// Ends the process as a power cut would, and starts another one on the same data.
     pub(crate) async fn kill_and_restart(&mut self) {
         self.kill();
-        (self.process, self.client) = listening(self.folder.path(), &[]).await;
+        (self.process, self.client) = listening(self.folder.path(), &[], &[]).await;
     }
 
     /// SIGKILL, and waits until the process is gone.
@@ -64,7 +74,7 @@ impl TestProcess {
 
     /// Starts another process on the data of one that has ended.
     pub(crate) async fn restart(&mut self) {
-        (self.process, self.client) = listening(self.folder.path(), &[]).await;
+        (self.process, self.client) = listening(self.folder.path(), &[], &[]).await;
     }
 
     /// Sends `signal` and waits for the process to end by itself; returns its exit code and how long it took.
@@ -100,14 +110,41 @@ impl Deref for TestProcess {
 
 /// The exit code and the log of a start that fails.
 pub(crate) async fn failed_start(data_dir: &Path, vars: &[(&str, &str)]) -> (Option<i32>, String) {
-    let (mut process, _address) = Process::spawn(data_dir, vars).await;
+    let (mut process, _address) = Process::spawn(data_dir, &[], vars).await;
     let status = process.ended().await;
     process.read_to_end();
     (status.code(), process.log())
 }
 
-async fn listening(data_dir: &Path, vars: &[(&str, &str)]) -> (Process, Client) {
-    let (process, address) = Process::spawn(data_dir, vars).await;
+/// What a command has said, and its exit code.
+#[derive(Clone, Debug)]
+pub(crate) struct Ended {
+    pub(crate) code: Option<i32>,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+/// Runs the binary to its end, with no other variables than `vars`.
+pub(crate) async fn run(args: &[&str], vars: &[(&str, &str)]) -> Ended {
+    let starting = STARTING.write().await;
+    let child = Command::new(env!("CARGO_BIN_EXE_quota-share"))
+        .env_clear()
+        .args(args)
+        .envs(vars.iter().copied())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary was built");
+    drop(starting);
+    let ended = tokio::task::spawn_blocking(|| child.wait_with_output()).await;
+    let output = ended.expect("waiting does not panic").expect("it is our child");
+    let text = |bytes| String::from_utf8(bytes).expect("the program speaks UTF-8");
+    Ended { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
+}
+
+async fn listening(data_dir: &Path, args: &[&str], vars: &[(&str, &str)]) -> (Process, Client) {
+    let (process, address) = Process::spawn(data_dir, args, vars).await;
     let Ok(Ok(address)) = tokio::time::timeout(PATIENCE, address).await else {
         panic!("the process does not listen: {}", process.log());
     };
@@ -123,10 +160,15 @@ struct Process {
 
 impl Process {
     /// Starts the binary; the receiver gets the address as soon as it is logged.
-    async fn spawn(data_dir: &Path, vars: &[(&str, &str)]) -> (Self, oneshot::Receiver<SocketAddr>) {
+    async fn spawn(
+        data_dir: &Path,
+        args: &[&str],
+        vars: &[(&str, &str)],
+    ) -> (Self, oneshot::Receiver<SocketAddr>) {
         let starting = STARTING.write().await;
         let mut child = Command::new(env!("CARGO_BIN_EXE_quota-share"))
             .env_clear()
+            .args(args)
             .env("DATA_DIR", data_dir)
             .env("QUOTA_LISTEN", "127.0.0.1:0")
             .env("QUOTA_HTTP_LISTEN", "127.0.0.1:0")
