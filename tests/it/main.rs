@@ -14,6 +14,7 @@ mod many_clients;
 mod model;
 mod oracle;
 mod readme_tour;
+mod replay;
 mod reservations_outlive;
 mod rule_properties;
 mod scenarios;
