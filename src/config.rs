@@ -247,7 +247,7 @@ impl Config {
             StoreDriver::Redis => "redis",
         };
         let http_listen = http_listen.map_or_else(|| "off".to_owned(), |address| address.to_string());
-        let exported = |exported: bool| if exported { "are exported" } else { "are not" };
+        let exported = |exported: bool| if exported { "exported" } else { "not exported" };
         let redis_url = if *redis_url_configured { "***" } else { "" };
         let variables = [
             ("QUOTA_LISTEN", listen.to_string()),
@@ -263,7 +263,7 @@ impl Config {
         ];
         let lines = variables.iter().map(|(variable, value)| format!("{variable}={value}\n"));
         let (traces, metrics) = (exported(*traces), exported(*metrics));
-        lines.collect::<String>() + &format!("# OpenTelemetry: traces {traces}, metrics {metrics}\n")
+        lines.collect::<String>() + &format!("# OTLP: traces are {traces}, metrics are {metrics}\n")
     }
 }
 
