@@ -120,7 +120,7 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
     });
     let sweeper = tokio::spawn(sweep(Arc::clone(&ledger), service, Arc::clone(&metrics)));
     let disk_watcher = tokio::spawn(watch_disk(ledger.failing(), health.clone()));
-    tracing::info!(driver = "sqlite", data = %store.path().display(), pools, http = ?http_address, "listening on {address}");
+    tracing::info!(driver = "sqlite", data = %store.path().display(), pools, http = http_address.map_or_else(|| "off".to_owned(), |address| address.to_string()), "listening on {address}");
     let background = [sweeper, disk_watcher];
     Ok(Running { address, http_address, health, server, pages, background, stop, ledger, store, metrics })
 }

@@ -100,7 +100,7 @@ fn accepted(field: &str) -> Option<&'static [&'static str]> {
     ENUMS.iter().find(|(name, _)| *name == field).map(|(_, accepted)| *accepted)
 }
 
-/// Reads a document that [`write`] wrote, or the like of it.
+/// Reads a document that [`write()`] wrote, or the like of it.
 ///
 /// # Errors
 /// Names what is not like it, by its place below `root`.
