@@ -1,5 +1,6 @@
 //! The gRPC services of the contract, health and reflection.
 
+mod answers;
 mod convert;
 mod health_check;
 mod observe;

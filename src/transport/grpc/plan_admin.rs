@@ -3,7 +3,8 @@
 use tonic::{Request, Response, Status};
 
 use super::{
-    convert::{plan, plan_spec, revision},
+    answers::plan,
+    convert::{plan_spec, revision},
     page::Page,
     pb::{self, plan_admin_server::PlanAdmin},
     status::{invalid, of_admin},

@@ -9,7 +9,8 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, codegen::BoxStream};
 
 use super::{
-    convert::{self, allocation_spec, decision, plan, pool, pool_spec, revision, timestamp},
+    answers::{self, decision, plan, pool, timestamp},
+    convert::{self, allocation_spec, pool_spec, revision},
     page::{PAGE_BYTES_MAX, Page, invalid_token},
     pb::{self, pool_admin_server::PoolAdmin},
     status::{draining, invalid, of_admin, of_ledger},
@@ -151,7 +152,7 @@ impl PoolAdmin for Api {
             return Err(invalid(faults.into_vec()));
         };
         let view = self.service.pool_usage(&call).await.map_err(of_admin)?;
-        let (usage, shown, more) = convert::usage(&view);
+        let (usage, shown, more) = answers::usage(&view);
         let next = shown.filter(|_| more).map(|last| page.token_after(last.as_bytes()));
         Ok(Response::new(pb::GetPoolUsageResponse {
             usage: Some(usage),
@@ -205,7 +206,7 @@ impl PoolAdmin for Api {
             reservations: found
                 .reservations
                 .iter()
-                .map(|(id, hold)| convert::reservation(*id, hold))
+                .map(|(id, hold)| answers::reservation(*id, hold))
                 .collect(),
             next_page_token: next.unwrap_or_default(),
         }))
@@ -310,7 +311,7 @@ async fn watch(
             }
         }
         let answer = service.pool_usage(&call).await.map_err(of_admin).map(|view| {
-            let (usage, ..) = convert::usage(&view);
+            let (usage, ..) = answers::usage(&view);
             pb::WatchPoolUsageResponse { usage: Some(usage) }
         });
         let ended = answer.is_err();

@@ -3,7 +3,8 @@
 use tonic::{Request, Response, Status};
 
 use super::{
-    convert::{self, decision, enforce, record},
+    answers::decision,
+    convert::{self, enforce, record},
     observe::record_decision,
     pb::{self, quota_share_server::QuotaShare},
     status::{invalid, not_built, of_ledger},

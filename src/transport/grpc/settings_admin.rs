@@ -3,7 +3,8 @@
 use tonic::{Request, Response, Status};
 
 use super::{
-    convert::{self, settings_update},
+    answers,
+    convert::settings_update,
     pb::{self, settings_admin_server::SettingsAdmin},
     status::{invalid, not_built, of_admin},
 };
@@ -21,7 +22,7 @@ impl SettingsAdmin for Api {
         &self,
         _: Request<pb::GetSettingsRequest>,
     ) -> Result<Response<pb::GetSettingsResponse>, Status> {
-        let (stored, effective) = convert::settings(&self.0.settings_view());
+        let (stored, effective) = answers::settings(&self.0.settings_view());
         Ok(Response::new(pb::GetSettingsResponse { stored: Some(stored), effective: Some(effective) }))
     }
 
@@ -41,7 +42,7 @@ impl SettingsAdmin for Api {
             (Some(StoreDriver::Sqlite) | None, false) => {}
         }
         let view = self.0.update_settings(update).await.map_err(of_admin)?;
-        let (_, effective) = convert::settings(&view);
+        let (_, effective) = answers::settings(&view);
         Ok(Response::new(pb::UpdateSettingsResponse { effective: Some(effective), warnings: Vec::new() }))
     }
 
@@ -49,6 +50,6 @@ impl SettingsAdmin for Api {
         &self,
         _: Request<pb::GetStatusRequest>,
     ) -> Result<Response<pb::GetStatusResponse>, Status> {
-        Ok(Response::new(convert::status(self.0.status())))
+        Ok(Response::new(answers::status(self.0.status())))
     }
 }
