@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use quota_share::core::{
     admission::{BlockReason, Finding, Used, judge},
+    burn_rate::{BurnRate, Sample},
     charge::{Bounds, Terms},
     pool::Policy,
     units::{Timestamp, Unit},
@@ -25,6 +26,14 @@ fn the_counters_agree_with_the_oracle_of_sliding_windows() {
     every_case_of("sliding_window.jsonl", |case| match text(&case["kind"]) {
         "formula" => formula(case),
         "sequence" => sequence(case),
+        other => Err(format!("the kind {other:?} is not known")),
+    });
+}
+
+#[test]
+fn the_average_agrees_with_the_oracle_of_burn_rates() {
+    every_case_of("burn_rate.jsonl", |case| match text(&case["kind"]) {
+        "ema" => burn_rate(case),
         other => Err(format!("the kind {other:?} is not known")),
     });
 }
@@ -143,6 +152,26 @@ fn sequence(case: &Value) -> Result<(), String> {
         near(&format!("step {index}, {key}"), unit.from_steps(effective), &step["expected_effective"])?;
     }
     Ok(())
+}
+
+/// Amounts with decimals are steps of a millionth: the average does not care which.
+fn burn_rate(case: &Value) -> Result<(), String> {
+    const STEPS: f64 = 1e6;
+    let samples = case["samples"].as_array().expect("a list of samples").iter().map(|sample| Sample {
+        at: Timestamp::from_unix_ms(integer(&sample["ts_ms"])),
+        cumulative: (number(&sample["consumed"]) * STEPS).round() as u64,
+    });
+    let rate = samples.fold(BurnRate::default(), BurnRate::after);
+    let expected = &case["expected"];
+    let units_per_second = rate.steps_per_second.unwrap_or_default() / STEPS;
+    near("units_per_second", units_per_second, &expected["units_per_second"])?;
+    let remaining = case["remaining"].as_f64();
+    let exhausted_in_ms = remaining.and_then(|remaining| rate.time_to_exhaustion_ms(remaining * STEPS));
+    match (exhausted_in_ms, &expected["time_to_exhaustion_ms"]) {
+        (None, Value::Null) => Ok(()),
+        (Some(got), want @ Value::Number(_)) => near("time_to_exhaustion_ms", got, want),
+        (got, want) => Err(format!("time_to_exhaustion_ms is {got:?}, not {want}")),
+    }
 }
 
 fn window_of(case: &Value) -> Result<Window, String> {
