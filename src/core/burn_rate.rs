@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 
+use serde::{Deserialize, Serialize};
+
 use super::units::Timestamp;
 
 /// Weight of the newest rate in the average: an exponential moving average over rates between samples.
@@ -12,7 +14,7 @@ const SAMPLE_INTERVAL_MS: u64 = 10_000;
 const HISTORY_MAX: usize = 360;
 
 /// What had been consumed at an instant.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sample {
     /// When.
     pub at: Timestamp,
@@ -21,7 +23,7 @@ pub struct Sample {
 }
 
 /// The average rate after the last sample.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct BurnRate {
     /// Steps a second; `None` until two samples at different instants.
     pub steps_per_second: Option<f64>,

@@ -1,5 +1,6 @@
 //! Policy turned into data: what one request would use, counter by counter, and up to which bounds.
 
+use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
 use super::{
@@ -11,13 +12,13 @@ use super::{
 };
 
 /// Most pools have at most this many dimensions; more go to the heap.
-pub const DIMENSIONS_INLINE: usize = 4;
+pub const DIMENSIONS_INLINE: usize = 2;
 
 /// A list with one entry for each check.
 pub type PerCheck<T> = SmallVec<[T; DIMENSIONS_INLINE]>;
 
 /// Names a counter of a key within its pool: a dimension of the plan or, with a model, a model cap.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct CounterKey {
     /// What is counted, in which window.
     pub dimension: DimensionKey,

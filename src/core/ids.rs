@@ -2,6 +2,7 @@
 
 use std::{fmt, sync::Arc};
 
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 /// A value that is not accepted: which field, what was given, and what would be right.
@@ -82,7 +83,7 @@ pub fn parse_text(
 macro_rules! text_id {
     ($(#[$doc:meta])* $name:ident, $bytes:expr) => {
         $(#[$doc])*
-        #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
         pub struct $name(Arc<str>);
 
         impl $name {
@@ -171,11 +172,11 @@ impl std::borrow::Borrow<str> for PoolId {
 
 /// The configuration revision at which a pool was created. It never repeats, so it names one life of a pool: counters
 /// and reservations are filed under it, and a late call can't reach a new pool of the same name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct PoolRevision(pub u64);
 
 /// Names a reservation: the pool's creation revision and 96 random bits. Opaque to clients.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ReservationId {
     /// The life of the pool in which it was made.
     pub pool: PoolRevision,
@@ -210,7 +211,7 @@ impl fmt::Display for ReservationId {
 }
 
 /// What is kept of an idempotency key, request id or reservation id: 128 bits of a SHA-256 over its scope and text.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct CallId(pub [u8; 16]);
 
 impl CallId {
@@ -231,7 +232,7 @@ impl CallId {
 }
 
 /// What a repeated call must agree with: who called, and what for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Fingerprint {
     /// Of the key alone, to tell another key's call from another cost.
     pub key: u32,

@@ -2,6 +2,7 @@
 //! entries end, that expire whole.
 
 use hashbrown::HashMap;
+use serde::{Deserialize, Serialize};
 
 use super::{
     ids::{CallId, Fingerprint, ReservationId},
@@ -12,7 +13,7 @@ use super::{
 const SLICE_MS: u64 = 60_000;
 
 /// A call whose cost was counted, or whose reservation was settled.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordMemory {
     /// What a repeated call must agree with.
     pub fingerprint: Fingerprint,
@@ -23,7 +24,7 @@ pub struct RecordMemory {
 }
 
 /// A request id that made a reservation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestMemory {
     /// What a repeated call must agree with.
     pub fingerprint: Fingerprint,

@@ -14,7 +14,7 @@ use super::{
 pub const DIMENSIONS_MAX: usize = 16;
 
 /// What a dimension counts, in which window. At most one dimension of a plan has it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct DimensionKey {
     /// What is counted.
     pub unit: Unit,

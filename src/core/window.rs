@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
+
 use super::units::{Amount, Timestamp};
 
 const SECOND_MS: u64 = 1_000;
@@ -10,7 +12,8 @@ const HOUR_MS: u64 = 60 * MINUTE_MS;
 const DAY_MS: u64 = 24 * HOUR_MS;
 
 /// The length of a window: whole seconds, 1 s to 366 days. Two spellings of one length are one window.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "u64", into = "u64")]
 pub struct Window {
     length_ms: u64,
 }
@@ -68,6 +71,20 @@ impl Window {
         let faded = previous * (self.length_ms - elapsed) as f64 / self.length_ms as f64;
         // Rounding must not make it more than it was.
         faded.min(previous) + current
+    }
+}
+
+impl TryFrom<u64> for Window {
+    type Error = &'static str;
+
+    fn try_from(length_ms: u64) -> Result<Self, Self::Error> {
+        Self::from_ms(length_ms).ok_or(Self::ACCEPTED)
+    }
+}
+
+impl From<Window> for u64 {
+    fn from(window: Window) -> u64 {
+        window.length_ms
     }
 }
 

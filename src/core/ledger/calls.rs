@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
+use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
 use crate::core::{
@@ -22,7 +23,7 @@ pub const ID_LIFE_MS_MAX: u64 = 86_400_000;
 pub const CLOCK_STEP_MS: u64 = 3_600_000;
 
 /// What a request in flight holds. Settling and releasing undo exactly this, whatever the pool is by then.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Hold {
     /// Who holds it.
     pub api_key: ApiKeyId,
@@ -151,7 +152,7 @@ pub enum ReservationState {
 }
 
 /// One effect on a ledger. Effects are made durable in their order, or reverted newest first.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Change {
     /// What is recorded in a bucket differs by `delta` steps.
     Consumed {

@@ -16,7 +16,11 @@ use tokio::{
     task::JoinHandle,
 };
 
-use super::{SqliteStore, rows, unavailable, unsigned, writer};
+use super::{
+    SqliteStore, load,
+    log::{Log, Pace},
+    sweep, unavailable, unsigned, writer,
+};
 use crate::{
     clock::Clock,
     core::{
@@ -147,6 +151,11 @@ impl Slot {
         Self { pool, state: Mutex::new(state) }
     }
 
+    /// Of a pool that is new since the start.
+    fn unknown(pool: PoolRevision) -> Arc<Self> {
+        Arc::new(Self::new(pool, Timestamp::default()))
+    }
+
     /// Lets the pool follow a clock that went back; returns what that changes.
     pub(super) fn step_back(&self, now: Timestamp) -> Vec<Change> {
         let mut state = self.state.lock();
@@ -208,8 +217,7 @@ impl Shared {
 
     /// The pool's slot, made where it is not yet.
     fn slot(&self, pool: PoolRevision) -> Arc<Slot> {
-        let new = || Arc::new(Slot::new(pool, Timestamp::default()));
-        Arc::clone(self.pools.pin().get_or_insert_with(pool, new))
+        Arc::clone(self.pools.pin().get_or_insert_with(pool, || Slot::unknown(pool)))
     }
 }
 
@@ -240,7 +248,8 @@ impl SqliteLedger {
             let pool = entry.history.created_revision;
             shared.pools.pin().insert(pool, Arc::new(Slot::new(pool, last_seen)));
         }
-        rows::read(&connection, last_seen, |pool, change| {
+        let log = Log::recover(&connection, Pace::USUAL).await?;
+        load::read(&connection, last_seen, |pool, change| {
             // Rows of a pool that is gone are left to the sweep.
             if let Some(slot) = shared.pools.pin().get(&pool) {
                 slot.state.lock().ledger.restore(change);
@@ -254,6 +263,7 @@ impl SqliteLedger {
         let writer = tokio::spawn(writer::run(
             Arc::clone(&shared),
             connection.clone(),
+            log,
             receiver,
             last_seen,
             committed,
@@ -288,7 +298,7 @@ impl SqliteLedger {
             self.shared.account(&mut state);
         }
         let retention_ms = u64::from(retention_days) * 86_400_000;
-        Ok(Sweep { rows: rows::sweep(&self.connection, now, retention_ms).await? })
+        Ok(Sweep { rows: sweep::sweep(&self.connection, now, retention_ms).await? })
     }
 
     /// Reads from the pool's ledger, without any effect.
@@ -297,8 +307,8 @@ impl SqliteLedger {
         pool: PoolRevision,
         read: impl FnOnce(&mut PoolLedger, Timestamp) -> T,
     ) -> Result<T, LedgerError> {
-        let slot = self.shared.slot(pool);
-        let mut state = slot.state.lock();
+        let pools = self.shared.pools.pin();
+        let mut state = pools.get_or_insert_with(pool, || Slot::unknown(pool)).state.lock();
         if state.removed {
             return Err(LedgerError::PoolRemoved);
         }
@@ -479,7 +489,7 @@ impl Ledger for SqliteLedger {
             state.ledger = PoolLedger::new(pool, now);
             self.shared.account(&mut state);
         }
-        Ok(rows::remove_pool(&self.connection, pool, now).await?)
+        Ok(sweep::remove_pool(&self.connection, pool, now).await?)
     }
 
     fn condition(&self) -> Condition {

@@ -5,8 +5,11 @@
 
 mod directory;
 mod ledger;
+mod load;
+mod log;
 mod omniroute;
 mod rows;
+mod sweep;
 mod writer;
 
 use std::{

@@ -1,65 +1,106 @@
-//! The rows of a ledger's changes: merged within a batch, one statement for a table and batch.
+//! The rows of ledgers' changes: merged, sorted, and written with one statement for a table.
 
 use std::{collections::BTreeMap, sync::Arc};
 
 use hashbrown::HashMap;
-use serde_json::{Value, json};
-use sqlx::{Row, SqliteConnection, SqlitePool, sqlite::SqliteRow};
+use serde::Serialize;
+use sqlx::{Sqlite, query::Query, sqlite::SqliteArguments};
 
-use super::{corrupt, unavailable, unsigned};
-use crate::{
-    core::{
-        burn_rate::{BurnRate, Sample},
-        charge::CounterKey,
-        ids::{ApiKeyId, CallId, ConnectionId, Fingerprint, Model, PoolRevision, ReservationId},
-        ledger::{Change, Hold},
-        memory::{RecordMemory, RequestMemory},
-        plan::DimensionKey,
-        units::{Timestamp, Unit},
-        window::Window,
-    },
-    store::StoreError,
+use crate::core::{
+    burn_rate::{BurnRate, Sample},
+    charge::CounterKey,
+    ids::{ApiKeyId, CallId, Fingerprint, Model, PoolRevision, ReservationId},
+    ledger::{Change, Hold},
+    memory::{RecordMemory, RequestMemory},
+    plan::DimensionKey,
+    units::{Timestamp, Unit},
+    window::Window,
 };
 
 /// The span of ends that share rows of remembered calls: they are dropped together.
-const SLICE_MS: u64 = 60_000;
+pub(super) const SLICE_MS: u64 = 60_000;
+/// Remembered calls that share a row.
+const CALLS_IN_A_ROW: usize = 1_000;
+/// Of larger rows, so much is as much work as a small one.
+const BYTES_OF_A_SMALL_ROW: usize = 400;
 
-/// The name of a row of consumption.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct ConsumptionKey {
+/// The name of a row of consumption, in the order of the table.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct ConsumptionKey {
+    window: Window,
+    bucket: u64,
     pool: PoolRevision,
     api_key: ApiKeyId,
-    counter: CounterKey,
-    bucket: u64,
+    unit: Unit,
+    model: Option<Model>,
 }
 
-/// What one commit writes.
+/// Rows that differ from the tables, merged over any number of commits.
 #[derive(Debug, Default)]
 pub(super) struct Rows {
     consumption: HashMap<ConsumptionKey, i64>,
-    /// `None`: the reservation is closed.
-    reservations: HashMap<ReservationId, Option<Arc<Hold>>>,
+    reservations: HashMap<ReservationId, Reservation>,
     rates: HashMap<(PoolRevision, DimensionKey), BurnRate>,
     /// Packed calls by the slice in which they end.
     calls: BTreeMap<u64, Vec<u8>>,
 }
 
+/// What became of a reservation since the rows are gathered.
+#[derive(Debug)]
+enum Reservation {
+    /// It was made: the table does not have it.
+    Made(Arc<Hold>),
+    /// The table may have it, otherwise.
+    Changed(Arc<Hold>),
+    /// It is closed, and the table may have it.
+    Closed,
+}
+
+/// One row to write.
+#[derive(Debug)]
+pub(super) enum RowWrite {
+    /// Changes what is consumed.
+    Consumption(ConsumptionKey, i64),
+    /// Puts an open reservation, or deletes one that is closed.
+    Reservation(ReservationId, Option<Arc<Hold>>),
+    /// Replaces a rate.
+    Rate(PoolRevision, DimensionKey, BurnRate),
+    /// Adds packed calls that end in a slice.
+    Calls(u64, Vec<u8>),
+}
+
+impl RowWrite {
+    /// How much work it is, in small rows.
+    pub(super) fn weight(&self) -> usize {
+        match self {
+            RowWrite::Calls(_, calls) => calls.len().div_ceil(BYTES_OF_A_SMALL_ROW),
+            _ => 1,
+        }
+    }
+}
+
+impl Reservation {
+    fn hold(self) -> Option<Arc<Hold>> {
+        match self {
+            Reservation::Made(hold) | Reservation::Changed(hold) => Some(hold),
+            Reservation::Closed => None,
+        }
+    }
+}
+
 impl Rows {
     /// Adds the rows of `changes`, which happened in `pool` after everything that was added before.
-    pub(super) fn add(&mut self, pool: PoolRevision, changes: &[Change]) {
+    pub(super) fn add<'a>(&mut self, pool: PoolRevision, changes: impl IntoIterator<Item = &'a Change>) {
         for change in changes {
             match change {
                 Change::Consumed { api_key, counter, bucket, delta } => {
-                    let (api_key, counter) = (api_key.clone(), counter.clone());
-                    let key = ConsumptionKey { pool, api_key, counter, bucket: *bucket };
+                    let CounterKey { dimension: DimensionKey { unit, window }, model } = counter.clone();
+                    let (api_key, bucket) = (api_key.clone(), *bucket);
+                    let key = ConsumptionKey { window, bucket, pool, api_key, unit, model };
                     *self.consumption.entry(key).or_default() += delta;
                 }
-                Change::Held(random, hold) => {
-                    self.reservations.insert(ReservationId { pool, random: *random }, Some(Arc::clone(hold)));
-                }
-                Change::Freed(random, _) => {
-                    self.reservations.insert(ReservationId { pool, random: *random }, None);
-                }
+                Change::Held(random, hold) => self.open(ReservationId { pool, random: *random }, hold),
+                Change::Freed(random, _) => self.close(ReservationId { pool, random: *random }),
                 Change::Sampled { dimension, after, .. } => {
                     self.rates.insert((pool, *dimension), *after);
                 }
@@ -73,117 +114,164 @@ impl Rows {
         }
     }
 
+    fn open(&mut self, id: ReservationId, hold: &Arc<Hold>) {
+        let hold = Arc::clone(hold);
+        let known = self.reservations.contains_key(&id);
+        let row = if known { Reservation::Changed(hold) } else { Reservation::Made(hold) };
+        self.reservations.insert(id, row);
+    }
+
+    fn close(&mut self, id: ReservationId) {
+        if let Some(Reservation::Made(_)) = self.reservations.get(&id) {
+            self.reservations.remove(&id);
+        } else {
+            self.reservations.insert(id, Reservation::Closed);
+        }
+    }
+
     fn slice(&mut self, ends_at: Timestamp) -> &mut Vec<u8> {
         self.calls.entry(ends_at.unix_ms() / SLICE_MS).or_default()
     }
 
-    /// Writes everything within the transaction of `connection`.
-    pub(super) async fn write(&self, connection: &mut SqliteConnection) -> Result<(), sqlx::Error> {
-        self.write_consumption(connection).await?;
-        self.write_reservations(connection).await?;
-        self.write_rates(connection).await?;
-        for (slice, calls) in &self.calls {
-            sqlx::query("INSERT INTO remembered_calls (ends_slice, calls) VALUES (?1, ?2)")
-                .bind(*slice as i64)
-                .bind(calls)
-                .execute(&mut *connection)
-                .await?;
-        }
-        Ok(())
+    /// How many rows of counters and reservations there are.
+    pub(super) fn len(&self) -> usize {
+        self.consumption.len() + self.reservations.len()
     }
 
-    async fn write_consumption(&self, connection: &mut SqliteConnection) -> Result<(), sqlx::Error> {
-        let rows = |wanted: fn(i64) -> bool| {
-            let rows = self.consumption.iter().filter(|(_, delta)| wanted(**delta));
-            rows.map(|(key, delta)| consumption_row(key, *delta)).collect::<Vec<Value>>()
-        };
-        let (more, less) = (rows(|delta| delta > 0), rows(|delta| delta < 0));
-        if !more.is_empty() {
-            // "WHERE true" tells the parser that ON CONFLICT belongs to the INSERT.
-            let upsert = "INSERT INTO quota_consumption (window_ms, bucket, pool, api_key_id, unit, model, consumed)
-                 SELECT value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, value ->> 5, value ->> 6
-                 FROM json_each(?1) WHERE true
-                 ON CONFLICT DO UPDATE SET consumed = min(consumed + excluded.consumed, 9000000000000000)";
-            sqlx::query(upsert).bind(Value::Array(more).to_string()).execute(&mut *connection).await?;
-        }
-        if !less.is_empty() {
-            let lower =
-                "UPDATE quota_consumption AS held SET consumed = max(consumed + (less.value ->> 6), 0)
-                 FROM json_each(?1) AS less
-                 WHERE held.window_ms = less.value ->> 0 AND held.bucket = less.value ->> 1
-                   AND held.pool = less.value ->> 2 AND held.api_key_id = less.value ->> 3
-                   AND held.unit = less.value ->> 4 AND held.model = less.value ->> 5";
-            sqlx::query(lower).bind(Value::Array(less).to_string()).execute(&mut *connection).await?;
-        }
-        Ok(())
+    /// The rows in the order of the tables: the same whenever the same changes were added in the same order.
+    pub(super) fn in_order(self) -> Vec<RowWrite> {
+        let mut consumption: Vec<_> = self.consumption.into_iter().collect();
+        consumption.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
+        let mut reservations: Vec<_> = self.reservations.into_iter().collect();
+        reservations.sort_unstable_by_key(|(id, _)| *id);
+        let mut rates: Vec<_> = self.rates.into_iter().collect();
+        rates.sort_unstable_by_key(|(of, _)| *of);
+        let calls = self.calls.iter().flat_map(|(slice, calls)| {
+            let rows = calls.chunks(CALLS_IN_A_ROW * PACKED_LEN);
+            rows.map(|row| RowWrite::Calls(*slice, row.to_vec()))
+        });
+        consumption
+            .into_iter()
+            .map(|(key, delta)| RowWrite::Consumption(key, delta))
+            .chain(reservations.into_iter().map(|(id, row)| RowWrite::Reservation(id, row.hold())))
+            .chain(rates.into_iter().map(|((pool, dimension), rate)| RowWrite::Rate(pool, dimension, rate)))
+            .chain(calls)
+            .collect()
     }
+}
 
-    async fn write_rates(&self, connection: &mut SqliteConnection) -> Result<(), sqlx::Error> {
-        let rows = self.rates.iter().map(|((pool, dimension), rate)| rate_row(*pool, *dimension, rate));
-        let rows: Vec<Value> = rows.collect();
-        if !rows.is_empty() {
-            let replace = "INSERT OR REPLACE INTO burn_rates
-                   (pool, unit, window_ms, steps_per_second, sampled_ms, cumulative)
-                 SELECT value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, value ->> 5
-                 FROM json_each(?1)";
-            sqlx::query(replace).bind(Value::Array(rows).to_string()).execute(&mut *connection).await?;
-        }
-        Ok(())
-    }
+/// Rows as parameters of [`WRITE`]. A table that gets none has NULL, of which `json_each` makes no row.
+#[derive(Debug, Default)]
+pub(super) struct Piece {
+    /// How many rows these are.
+    pub(super) len: usize,
+    more: Option<String>,
+    less: Option<String>,
+    open: Option<String>,
+    closed: Option<String>,
+    rates: Option<String>,
+    calls: Option<(u64, Vec<u8>)>,
+}
 
-    async fn write_reservations(&self, connection: &mut SqliteConnection) -> Result<(), sqlx::Error> {
-        let mut open = Vec::new();
-        let mut closed = Vec::new();
-        for (id, hold) in &self.reservations {
-            match hold {
-                Some(hold) => open.push(reservation_row(*id, hold)),
-                None => closed.push(json!([id.pool.0, hex(&id.random)])),
+impl Piece {
+    /// The first of `rows`: as many as weigh `weight_max`, and at most one of packed calls, the last.
+    pub(super) fn first_of(rows: &[RowWrite], weight_max: usize) -> Piece {
+        let (mut more, mut less, mut open, mut closed, mut rates) =
+            <(Vec<_>, Vec<_>, Vec<_>, Vec<_>, Vec<_>)>::default();
+        let mut piece = Piece::default();
+        let mut weight = 0;
+        for row in rows {
+            piece.len += 1;
+            weight += row.weight();
+            match row {
+                RowWrite::Consumption(key, delta @ 1..) => more.push(key.row(*delta)),
+                RowWrite::Consumption(key, delta @ ..0) => less.push(key.row(*delta)),
+                RowWrite::Consumption(_, 0) => {}
+                RowWrite::Reservation(id, Some(hold)) => open.push(reservation_row(*id, hold)),
+                RowWrite::Reservation(id, None) => closed.push((id.pool.0, hex(&id.random))),
+                RowWrite::Rate(pool, dimension, rate) => rates.push(rate_row(*pool, *dimension, rate)),
+                RowWrite::Calls(slice, calls) => piece.calls = Some((*slice, calls.clone())),
+            }
+            if weight >= weight_max || piece.calls.is_some() {
+                break;
             }
         }
-        if !open.is_empty() {
-            let insert = "INSERT OR REPLACE INTO reservations
-                   (pool, random, api_key_id, connection_id, model, request_id, expires_ms, amounts)
-                 SELECT value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, value ->> 5, value ->> 6,
-                   value -> 7
-                 FROM json_each(?1)";
-            sqlx::query(insert).bind(Value::Array(open).to_string()).execute(&mut *connection).await?;
-        }
-        if !closed.is_empty() {
-            let delete = "DELETE FROM reservations
-                 WHERE (pool, random) IN (SELECT value ->> 0, value ->> 1 FROM json_each(?1))";
-            sqlx::query(delete).bind(Value::Array(closed).to_string()).execute(&mut *connection).await?;
-        }
-        Ok(())
+        let (more, less, open) = (json(&more), json(&less), json(&open));
+        Piece { more, less, open, closed: json(&closed), rates: json(&rates), ..piece }
+    }
+
+    /// Binds the parameters $1 to $7.
+    pub(super) fn bind(
+        self,
+        query: Query<'_, Sqlite, SqliteArguments>,
+    ) -> Query<'_, Sqlite, SqliteArguments> {
+        let Piece { len: _, more, less, open, closed, rates, calls } = self;
+        let (slice, calls) = calls.map(|(slice, calls)| (slice as i64, calls)).unzip();
+        query.bind(more).bind(less).bind(open).bind(closed).bind(rates).bind(slice).bind(calls)
     }
 }
 
-fn rate_row(pool: PoolRevision, dimension: DimensionKey, rate: &BurnRate) -> Value {
+/// Writes a [`Piece`]: one text, so that it is one message to the thread of the database. "WHERE true" tells the parser
+/// that ON CONFLICT belongs to the INSERT. Parameters are named with $, because each statement of the text uses some of
+/// them: the driver binds the wrong ones where numbers after ? have gaps.
+macro_rules! write_rows {
+    () => {
+        "INSERT INTO quota_consumption (window_ms, bucket, pool, api_key_id, unit, model, consumed)
+           SELECT value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, value ->> 5, value ->> 6
+           FROM json_each($1) WHERE true
+           ON CONFLICT DO UPDATE SET consumed = min(consumed + excluded.consumed, 9000000000000000);
+         UPDATE quota_consumption AS held SET consumed = max(consumed + (less.value ->> 6), 0)
+           FROM json_each($2) AS less
+           WHERE held.window_ms = less.value ->> 0 AND held.bucket = less.value ->> 1
+             AND held.pool = less.value ->> 2 AND held.api_key_id = less.value ->> 3
+             AND held.unit = less.value ->> 4 AND held.model = less.value ->> 5;
+         INSERT OR REPLACE INTO reservations
+             (pool, random, api_key_id, connection_id, model, request_id, expires_ms, amounts)
+           SELECT value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, value ->> 5, value ->> 6,
+             value -> 7
+           FROM json_each($3);
+         DELETE FROM reservations
+           WHERE (pool, random) IN (SELECT value ->> 0, value ->> 1 FROM json_each($4));
+         INSERT OR REPLACE INTO burn_rates (pool, unit, window_ms, steps_per_second, sampled_ms, cumulative)
+           SELECT value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, value ->> 5
+           FROM json_each($5);
+         INSERT INTO remembered_calls (ends_slice, calls) SELECT $6, $7 WHERE $7 IS NOT NULL;"
+    };
+}
+pub(super) use write_rows;
+
+/// `None` without rows.
+fn json(rows: &[impl Serialize]) -> Option<String> {
+    // Numbers and texts can always be written.
+    (!rows.is_empty()).then(|| serde_json::to_string(rows).unwrap_or_default())
+}
+
+fn rate_row(pool: PoolRevision, dimension: DimensionKey, rate: &BurnRate) -> impl Serialize {
     let DimensionKey { unit, window } = dimension;
     let Sample { at, cumulative } = rate.last.unwrap_or_default();
-    json!([pool.0, unit.name(), window.length_ms(), rate.steps_per_second, at.unix_ms(), cumulative])
+    (pool.0, unit.name(), window.length_ms(), rate.steps_per_second, at.unix_ms(), cumulative)
 }
 
-fn consumption_row(key: &ConsumptionKey, delta: i64) -> Value {
-    let CounterKey { dimension: DimensionKey { unit, window }, model } = &key.counter;
-    let model = model.as_ref().map_or("", Model::as_str);
-    json!([window.length_ms(), key.bucket, key.pool.0, key.api_key.as_str(), unit.name(), model, delta])
+impl ConsumptionKey {
+    fn row(&self, delta: i64) -> impl Serialize {
+        let ConsumptionKey { window, bucket, pool, api_key, unit, model } = self;
+        (window.length_ms(), bucket, pool.0, api_key.as_str(), unit.name(), name(model), delta)
+    }
 }
 
-fn reservation_row(id: ReservationId, hold: &Hold) -> Value {
+fn reservation_row(id: ReservationId, hold: &Hold) -> impl Serialize {
     let amounts = hold.amounts.iter().map(|(counter, steps)| {
         let CounterKey { dimension: DimensionKey { unit, window }, model } = counter;
-        json!([unit.name(), window.length_ms(), model.as_ref().map_or("", Model::as_str), steps])
+        (unit.name(), window.length_ms(), name(model), *steps)
     });
-    json!([
-        id.pool.0,
-        hex(&id.random),
-        hold.api_key.as_str(),
-        hold.connection.as_str(),
-        hold.model.as_ref().map_or("", Model::as_str),
-        hold.request_id,
-        hold.deadline.unix_ms(),
-        amounts.collect::<Vec<Value>>(),
-    ])
+    let amounts: Vec<_> = amounts.collect();
+    let (key, connection) = (hold.api_key.as_str(), hold.connection.as_str());
+    let (model, request, deadline_ms) = (name(&hold.model), &hold.request_id, hold.deadline.unix_ms());
+    (id.pool.0, hex(&id.random), key, connection, model, request, deadline_ms, amounts)
+}
+
+fn name(model: &Option<Model>) -> &str {
+    model.as_ref().map_or("", Model::as_str)
 }
 
 fn hex(random: &[u8; 12]) -> String {
@@ -197,7 +285,7 @@ enum Remembered {
 }
 
 /// Bytes of a packed call: kind, pool, call, fingerprint (key, call), end, then `late` or the reservation's random part.
-const PACKED_LEN: usize = 1 + 8 + 16 + 4 + 8 + 8 + 12;
+pub(super) const PACKED_LEN: usize = 1 + 8 + 16 + 4 + 8 + 8 + 12;
 
 fn pack(into: &mut Vec<u8>, pool: PoolRevision, call: CallId, remembered: Remembered) {
     let (kind, fingerprint, ends_at, rest) = match remembered {
@@ -217,7 +305,7 @@ fn pack(into: &mut Vec<u8>, pool: PoolRevision, call: CallId, remembered: Rememb
     into.extend(rest);
 }
 
-fn unpack(packed: &[u8; PACKED_LEN]) -> Option<(PoolRevision, Change)> {
+pub(super) fn unpack(packed: &[u8; PACKED_LEN]) -> Option<(PoolRevision, Change)> {
     let mut rest = &packed[..];
     let [kind] = take(&mut rest)?;
     let pool = PoolRevision(u64::from_le_bytes(take(&mut rest)?));
@@ -241,208 +329,4 @@ fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
     let (first, rest) = bytes.split_first_chunk()?;
     *bytes = rest;
     Some(*first)
-}
-
-/// Reads all that counts at `now`, the oldest buckets first, and hands it to `restore`.
-pub(super) async fn read(
-    connection: &SqlitePool,
-    now: Timestamp,
-    mut restore: impl FnMut(PoolRevision, Change),
-) -> Result<(), StoreError> {
-    let failed = unavailable("reading the counters");
-    for window in windows(connection).await? {
-        let oldest = window.bucket(now).saturating_sub(1);
-        let rows = sqlx::query(
-            "SELECT bucket, pool, api_key_id, unit, model, consumed FROM quota_consumption
-             WHERE window_ms = ?1 AND bucket >= ?2 AND consumed > 0 ORDER BY bucket",
-        )
-        .bind(window.length_ms() as i64)
-        .bind(oldest as i64)
-        .fetch_all(connection)
-        .await
-        .map_err(&failed)?;
-        for row in &rows {
-            let (pool, change) = read_consumption(row, window)?;
-            restore(pool, change);
-        }
-    }
-    let rows = sqlx::query("SELECT * FROM burn_rates").fetch_all(connection).await.map_err(&failed)?;
-    for row in &rows {
-        let (pool, change) = read_rate(row)?;
-        restore(pool, change);
-    }
-    let rows = sqlx::query("SELECT * FROM reservations WHERE expires_ms > ?1")
-        .bind(now.unix_ms() as i64)
-        .fetch_all(connection)
-        .await
-        .map_err(&failed)?;
-    for row in &rows {
-        let (pool, change) = read_reservation(row)?;
-        restore(pool, change);
-    }
-    let rows = sqlx::query_scalar::<_, Vec<u8>>("SELECT calls FROM remembered_calls WHERE ends_slice >= ?1")
-        .bind((now.unix_ms() / SLICE_MS) as i64)
-        .fetch_all(connection)
-        .await
-        .map_err(&failed)?;
-    for calls in &rows {
-        let (packed, rest) = calls.as_chunks();
-        for call in packed {
-            let known = unpack(call).ok_or_else(|| corrupt("remembered_calls", call, "a kind of 0 or 1"))?;
-            restore(known.0, known.1);
-        }
-        if !rest.is_empty() {
-            return Err(corrupt("remembered_calls", rest, format!("records of {PACKED_LEN} bytes")));
-        }
-    }
-    Ok(())
-}
-
-/// The lengths of the windows that have rows: a few, found without reading the rows.
-async fn windows(connection: &SqlitePool) -> Result<Vec<Window>, StoreError> {
-    let lengths: Vec<i64> = sqlx::query_scalar(
-        "WITH RECURSIVE lengths (window_ms) AS (
-           SELECT min(window_ms) FROM quota_consumption
-           UNION ALL
-           SELECT (SELECT min(window_ms) FROM quota_consumption AS next WHERE next.window_ms > lengths.window_ms)
-           FROM lengths WHERE lengths.window_ms IS NOT NULL
-         )
-         SELECT window_ms FROM lengths WHERE window_ms IS NOT NULL",
-    )
-    .fetch_all(connection)
-    .await
-    .map_err(unavailable("reading the counters"))?;
-    lengths.into_iter().map(read_window).collect()
-}
-
-fn read_window(stored: i64) -> Result<Window, StoreError> {
-    let length_ms = unsigned("window_ms", stored)?;
-    Window::from_ms(length_ms).ok_or_else(|| corrupt("window_ms", stored, Window::ACCEPTED))
-}
-
-fn read_consumption(row: &SqliteRow, window: Window) -> Result<(PoolRevision, Change), StoreError> {
-    let counter = CounterKey {
-        dimension: DimensionKey { unit: read_unit(column(row, "unit")?)?, window },
-        model: read_model(column(row, "model")?)?,
-    };
-    let api_key = ApiKeyId::parse("api_key_id", column(row, "api_key_id")?).map_err(not_an_id)?;
-    let bucket = unsigned("bucket", column(row, "bucket")?)?;
-    let delta = column(row, "consumed")?;
-    let pool = PoolRevision(unsigned("pool", column(row, "pool")?)?);
-    Ok((pool, Change::Consumed { api_key, counter, bucket, delta }))
-}
-
-fn read_rate(row: &SqliteRow) -> Result<(PoolRevision, Change), StoreError> {
-    let pool = PoolRevision(unsigned("pool", column(row, "pool")?)?);
-    let dimension = DimensionKey {
-        unit: read_unit(column(row, "unit")?)?,
-        window: read_window(column(row, "window_ms")?)?,
-    };
-    let at = Timestamp::from_unix_ms(unsigned("sampled_ms", column(row, "sampled_ms")?)?);
-    let cumulative = unsigned("cumulative", column(row, "cumulative")?)?;
-    let steps_per_second = column(row, "steps_per_second")?;
-    let after = BurnRate { steps_per_second, last: Some(Sample { at, cumulative }) };
-    Ok((pool, Change::Sampled { dimension, before: BurnRate::default(), after }))
-}
-
-fn read_reservation(row: &SqliteRow) -> Result<(PoolRevision, Change), StoreError> {
-    let pool = PoolRevision(unsigned("pool", column(row, "pool")?)?);
-    let random: &str = column(row, "random")?;
-    let id = ReservationId::parse(&format!("r{}-{random}", pool.0))
-        .ok_or_else(|| corrupt("reservations.random", random, "24 hexadecimal digits"))?;
-    let amounts: &str = column(row, "amounts")?;
-    let amounts: Vec<(String, u64, String, u64)> = serde_json::from_str(amounts)
-        .map_err(|error| corrupt("reservations.amounts", amounts, error.to_string()))?;
-    let amounts = amounts.into_iter().map(|(unit, window_ms, model, steps)| {
-        let window = read_window(i64::try_from(window_ms).unwrap_or(i64::MAX))?;
-        let dimension = DimensionKey { unit: read_unit(&unit)?, window };
-        Ok((CounterKey { dimension, model: read_model(&model)? }, steps))
-    });
-    let hold = Hold {
-        api_key: ApiKeyId::parse("api_key_id", column(row, "api_key_id")?).map_err(not_an_id)?,
-        connection: ConnectionId::parse("connection_id", column(row, "connection_id")?).map_err(not_an_id)?,
-        model: read_model(column(row, "model")?)?,
-        request_id: column::<String>(row, "request_id")?,
-        deadline: Timestamp::from_unix_ms(unsigned("expires_ms", column(row, "expires_ms")?)?),
-        amounts: amounts.collect::<Result<_, StoreError>>()?,
-    };
-    Ok((pool, Change::Held(id.random, Arc::new(hold))))
-}
-
-fn read_unit(stored: &str) -> Result<Unit, StoreError> {
-    Unit::from_name(stored).ok_or_else(|| corrupt("unit", stored, "percent, requests, tokens or usd"))
-}
-
-fn read_model(stored: &str) -> Result<Option<Model>, StoreError> {
-    match stored {
-        "" => Ok(None),
-        text => Model::parse("model", text).map(Some).map_err(not_an_id),
-    }
-}
-
-fn not_an_id(fault: crate::core::ids::InvalidField) -> StoreError {
-    corrupt(fault.field, fault.given, fault.accepted)
-}
-
-fn column<'r, T>(row: &'r SqliteRow, name: &str) -> Result<T, StoreError>
-where
-    T: sqlx::Decode<'r, sqlx::Sqlite> + sqlx::Type<sqlx::Sqlite>,
-{
-    row.try_get(name).map_err(unavailable("reading the counters"))
-}
-
-/// Deletes what nobody needs at `now`: buckets past the retention, reservations and remembered calls that have ended.
-pub(super) async fn sweep(
-    connection: &SqlitePool,
-    now: Timestamp,
-    retention_ms: u64,
-) -> Result<u64, StoreError> {
-    let failed = unavailable("sweeping old rows");
-    let mut deleted = 0;
-    for window in windows(connection).await? {
-        let kept_ms = retention_ms.max(2 * window.length_ms());
-        let oldest_kept = window.bucket(Timestamp::from_unix_ms(now.unix_ms().saturating_sub(kept_ms)));
-        let done = sqlx::query("DELETE FROM quota_consumption WHERE window_ms = ?1 AND bucket < ?2")
-            .bind(window.length_ms() as i64)
-            .bind(oldest_kept as i64)
-            .execute(connection)
-            .await
-            .map_err(&failed)?;
-        deleted += done.rows_affected();
-    }
-    for (statement, before) in [
-        ("DELETE FROM reservations WHERE expires_ms <= ?1", now.unix_ms()),
-        ("DELETE FROM burn_rates WHERE sampled_ms < ?1", now.unix_ms().saturating_sub(retention_ms)),
-        ("DELETE FROM remembered_calls WHERE ends_slice < ?1", now.unix_ms() / SLICE_MS),
-    ] {
-        let done = sqlx::query(statement).bind(before as i64).execute(connection).await.map_err(&failed)?;
-        deleted += done.rows_affected();
-    }
-    Ok(deleted)
-}
-
-/// Deletes what counts of `pool` at `now`; older buckets, which nothing reads, go with the retention.
-pub(super) async fn remove_pool(
-    connection: &SqlitePool,
-    pool: PoolRevision,
-    now: Timestamp,
-) -> Result<(), StoreError> {
-    let failed = unavailable("removing a pool's counters");
-    for window in windows(connection).await? {
-        let newest = window.bucket(now);
-        sqlx::query(
-            "DELETE FROM quota_consumption WHERE window_ms = ?1 AND bucket IN (?2, ?3) AND pool = ?4",
-        )
-        .bind(window.length_ms() as i64)
-        .bind(newest as i64)
-        .bind(newest.saturating_sub(1) as i64)
-        .bind(pool.0 as i64)
-        .execute(connection)
-        .await
-        .map_err(&failed)?;
-    }
-    for statement in ["DELETE FROM reservations WHERE pool = ?1", "DELETE FROM burn_rates WHERE pool = ?1"] {
-        sqlx::query(statement).bind(pool.0 as i64).execute(connection).await.map_err(&failed)?;
-    }
-    Ok(())
 }

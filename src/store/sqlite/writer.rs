@@ -10,11 +10,15 @@ use tokio::sync::mpsc;
 
 use super::{
     ledger::{Commit, Order, Shared, Slot, Waiting},
-    rows::Rows,
+    log::{Effects, Log},
     unavailable,
 };
 use crate::{
-    core::{ledger::CLOCK_STEP_MS, units::Timestamp},
+    core::{
+        ids::PoolRevision,
+        ledger::{CLOCK_STEP_MS, Change},
+        units::Timestamp,
+    },
     store::StoreError,
 };
 
@@ -28,6 +32,7 @@ const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 pub(super) async fn run(
     shared: Arc<Shared>,
     connection: SqlitePool,
+    mut log: Log,
     mut orders: mpsc::UnboundedReceiver<Order>,
     mut last_seen: Timestamp,
     committed: impl Fn(Commit),
@@ -36,9 +41,8 @@ pub(super) async fn run(
     // What every pool has moved after the clock went back. It is carried by the commit that says so: at the next start,
     // what lies ahead of the time last seen is left over.
     let mut moved = Vec::new();
-    while receive(&mut orders, &mut received, shared.is_failing()).await {
+    while receive(&mut orders, &mut received, pause(&shared, &log)).await {
         let mut batch = Vec::with_capacity(received.len());
-        let mut rows = Rows::default();
         for order in received.drain(..) {
             let Order::Commit(slot) = order else {
                 // What was sent before is still received; nothing more can be sent.
@@ -46,24 +50,21 @@ pub(super) async fn run(
                 continue;
             };
             let waiting = slot.start_commit();
-            for call in &waiting {
-                rows.add(slot.pool, &call.changes);
-            }
             batch.push((slot, waiting));
         }
         let now = shared.clock.now();
         if last_seen.ms_since(now) > CLOCK_STEP_MS {
             moved.extend(shared.slots().into_iter().map(|slot| (slot.pool, slot.step_back(now))));
         }
-        for (pool, changes) in &moved {
-            rows.add(*pool, changes);
-        }
         let seen = stand_still(last_seen, now);
         let started = Instant::now();
-        let result = commit(&connection, &rows, seen).await;
+        let effects = effects(&batch, &moved);
+        let result = log.commit(&connection, &effects, seen).await.map_err(unavailable("committing"));
         let (elapsed, succeeded) = (started.elapsed(), result.is_ok());
-        let calls = batch.iter().map(|(_, waiting)| waiting.len() as u64).sum();
-        committed(Commit { calls, elapsed, succeeded });
+        let calls: u64 = batch.iter().map(|(_, waiting)| waiting.len() as u64).sum();
+        if calls > 0 {
+            committed(Commit { calls, elapsed, succeeded });
+        }
         if result.is_ok() {
             last_seen = seen;
             moved.clear();
@@ -73,16 +74,40 @@ pub(super) async fn run(
             finish(&shared, &slot, waiting, &result);
         }
     }
+    if let Err(error) = log.finish(&connection, last_seen).await {
+        let error = &error as &dyn std::error::Error;
+        tracing::warn!(error, "the tables are behind the log: the next start brings them up to date");
+    }
 }
 
-/// Waits for orders; false if there will be none. While the disk is failing, an empty list comes by every second: a
-/// commit of nothing but the time, to learn whether the disk is back.
-async fn receive(orders: &mut mpsc::UnboundedReceiver<Order>, into: &mut Vec<Order>, failing: bool) -> bool {
+/// What is done to each pool, in the order in which it was done.
+fn effects<'a>(
+    batch: &'a [(Arc<Slot>, Vec<Waiting>)],
+    moved: &'a [(PoolRevision, Vec<Change>)],
+) -> Effects<'a> {
+    let waiting = batch.iter().map(|(slot, waiting)| {
+        (slot.pool, waiting.iter().flat_map(|call| &call.changes).collect::<Vec<_>>())
+    });
+    let moved = moved.iter().map(|(pool, changes)| (*pool, changes.iter().collect()));
+    waiting.chain(moved).filter(|(_, changes)| !changes.is_empty()).collect()
+}
+
+/// How long to wait for orders: while the disk is failing it is asked whether it is back, and the log has a time of its
+/// own.
+fn pause(shared: &Shared, log: &Log) -> Option<Duration> {
+    if shared.is_failing() { Some(PROBE_INTERVAL) } else { log.due_in() }
+}
+
+/// Waits for orders; false if there will be none. After `pause` an empty list comes by: a commit of nothing but the time
+/// and what the log has to do.
+async fn receive(
+    orders: &mut mpsc::UnboundedReceiver<Order>,
+    into: &mut Vec<Order>,
+    pause: Option<Duration>,
+) -> bool {
     let received = orders.recv_many(into, POOLS_PER_COMMIT_MAX);
-    if !failing {
-        return received.await > 0;
-    }
-    match tokio::time::timeout(PROBE_INTERVAL, received).await {
+    let Some(pause) = pause else { return received.await > 0 };
+    match tokio::time::timeout(pause, received).await {
         Ok(count) => count > 0,
         Err(_) => true,
     }
@@ -107,18 +132,6 @@ fn tell(shared: &Shared, result: &Result<(), StoreError>) {
 /// The clock as the ledgers take it: back only by a step that is believed.
 fn stand_still(last_seen: Timestamp, clock: Timestamp) -> Timestamp {
     if last_seen.ms_since(clock) > CLOCK_STEP_MS { clock } else { last_seen.max(clock) }
-}
-
-async fn commit(connection: &SqlitePool, rows: &Rows, last_seen: Timestamp) -> Result<(), StoreError> {
-    let failed = unavailable("committing");
-    let mut transaction = connection.begin_with("BEGIN IMMEDIATE").await.map_err(&failed)?;
-    rows.write(&mut transaction).await.map_err(&failed)?;
-    sqlx::query("UPDATE service SET last_seen_ms = ?1")
-        .bind(last_seen.unix_ms() as i64)
-        .execute(&mut *transaction)
-        .await
-        .map_err(&failed)?;
-    transaction.commit().await.map_err(&failed)
 }
 
 /// Answers the calls of a commit. If it failed, their effects are undone, and those of calls that were made on top of
