@@ -35,10 +35,11 @@ pub struct Running {
     address: SocketAddr,
     http_address: Option<SocketAddr>,
     health: Health,
-    server: JoinHandle<Result<(), tonic::transport::Error>>,
+    server: JoinHandle<Result<(), grpc::ServeError>>,
     pages: Option<JoinHandle<io::Result<()>>>,
     background: [JoinHandle<()>; 2],
     stop: CancellationToken,
+    cut_off: CancellationToken,
     ledger: Arc<SqliteLedger>,
     store: SqliteStore,
     metrics: Arc<Metrics>,
@@ -80,9 +81,9 @@ pub enum StartError {
     /// Metrics cannot be collected.
     #[error(transparent)]
     Telemetry(#[from] TelemetryError),
-    /// The descriptors of the contract are damaged.
-    #[error("reflection: {0}")]
-    Reflection(#[from] grpc::ReflectionError),
+    /// Calls cannot be served.
+    #[error(transparent)]
+    Serve(#[from] grpc::ServeError),
 }
 
 /// Why nothing was imported.
@@ -109,9 +110,10 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
 
     let Opened { store, ledger, service, metrics } = open(&config, clock).await?;
     let pools = service.directory().pool_count();
-    let stop = CancellationToken::new();
+    let (stop, cut_off) = (CancellationToken::new(), CancellationToken::new());
     metrics.observe(&service);
-    let (health, server) = grpc::server(service.clone(), metrics.rpc(), listener, stop.clone()).await?;
+    let (health, server) =
+        grpc::server(service.clone(), metrics.rpc(), listener, stop.clone(), &cut_off).await?;
     let server = tokio::spawn(server);
     let http_address = http.as_ref().map(|(_, address)| *address);
     let pages = http.map(|(listener, _)| {
@@ -122,7 +124,19 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
     let disk_watcher = tokio::spawn(watch_disk(ledger.failing(), health.clone()));
     tracing::info!(driver = "sqlite", data = %store.path().display(), pools, http = http_address.map_or_else(|| "off".to_owned(), |address| address.to_string()), "listening on {address}");
     let background = [sweeper, disk_watcher];
-    Ok(Running { address, http_address, health, server, pages, background, stop, ledger, store, metrics })
+    Ok(Running {
+        address,
+        http_address,
+        health,
+        server,
+        pages,
+        background,
+        stop,
+        cut_off,
+        ledger,
+        store,
+        metrics,
+    })
 }
 
 /// The service on its store, with no door yet.
@@ -241,7 +255,7 @@ impl Running {
                 tracing::error!(error = &error as &dyn std::error::Error, "the server's task failed");
             }
             Err(_) => {
-                server.abort();
+                self.cut_off.cancel();
                 tracing::warn!(?DRAIN_TIMEOUT, "open calls were cut off");
             }
         }

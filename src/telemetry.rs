@@ -4,7 +4,7 @@ use std::{io::IsTerminal, sync::Arc, time::Duration};
 
 use opentelemetry::{
     KeyValue,
-    metrics::{Counter, Histogram, Meter, MeterProvider},
+    metrics::{BoundHistogram, Counter, Histogram, Meter, MeterProvider},
     trace::TracerProvider,
 };
 use opentelemetry_otlp::{MetricExporter, SpanExporter};
@@ -131,12 +131,36 @@ pub(crate) struct RpcMetrics {
     rejected: Counter<u64>,
 }
 
+/// What is measured of the calls of one method.
+#[derive(Debug)]
+pub(crate) struct MethodMetrics {
+    of_all: RpcMetrics,
+    method: KeyValue,
+    /// Of calls that end well, found once.
+    ok_duration: BoundHistogram<f64>,
+}
+
 impl RpcMetrics {
-    /// A call of `method` ended with the status `code` after `elapsed`.
-    pub(crate) fn ended(&self, method: &KeyValue, code: &'static str, elapsed: Duration) {
-        self.duration.record(elapsed.as_secs_f64(), &[method.clone(), KeyValue::new("code", code)]);
+    pub(crate) fn of_method(&self, name: String) -> MethodMetrics {
+        let method = KeyValue::new("method", name);
+        let ok_duration = self.duration.bind(&[method.clone(), KeyValue::new("code", OK)]);
+        MethodMetrics { of_all: self.clone(), method, ok_duration }
+    }
+}
+
+const OK: &str = "OK";
+
+impl MethodMetrics {
+    /// A call ended with the status `code` after `elapsed`.
+    pub(crate) fn ended(&self, code: &'static str, elapsed: Duration) {
+        let seconds = elapsed.as_secs_f64();
+        if code == OK {
+            return self.ok_duration.record(seconds);
+        }
+        let method = &self.method;
+        self.of_all.duration.record(seconds, &[method.clone(), KeyValue::new("code", code)]);
         if code == "INVALID_ARGUMENT" {
-            self.rejected.add(1, std::slice::from_ref(method));
+            self.of_all.rejected.add(1, std::slice::from_ref(method));
         }
     }
 }

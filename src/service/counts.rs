@@ -1,9 +1,6 @@
 //! What is counted of decisions, by pool, for metrics.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering},
-};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::{Decided, Service};
 use crate::{
@@ -33,7 +30,7 @@ pub(super) struct PoolCounts {
 /// What is counted of all of the service's decisions.
 #[derive(Debug, Default)]
 pub(super) struct Counts {
-    pools: papaya::HashMap<PoolRevision, Arc<PoolCounts>>,
+    pools: papaya::HashMap<PoolRevision, PoolCounts>,
     /// In no pool though the connection is in one: the key is not.
     no_pool_known: AtomicU64,
     no_pool_unknown: AtomicU64,
@@ -66,13 +63,17 @@ pub struct UsedFraction {
 }
 
 impl Counts {
-    fn of(&self, pool: PoolRevision) -> Arc<PoolCounts> {
-        Arc::clone(self.pools.pin().get_or_insert_with(pool, Arc::default))
+    /// A call has matched `pool` at `at`; `count` counts what became of it.
+    fn matched_and(&self, pool: PoolRevision, at: Timestamp, count: impl FnOnce(&PoolCounts)) {
+        let pools = self.pools.pin();
+        let counts = pools.get_or_insert_with(pool, PoolCounts::default);
+        counts.last_matched_ms.store(at.unix_ms(), Ordering::Relaxed);
+        count(counts);
     }
 
     /// A call has matched `pool` at `at`.
     pub(super) fn matched(&self, pool: PoolRevision, at: Timestamp) {
-        self.of(pool).last_matched_ms.store(at.unix_ms(), Ordering::Relaxed);
+        self.matched_and(pool, at, |_| {});
     }
 
     pub(super) fn last_matched(&self, pool: PoolRevision) -> Option<Timestamp> {
@@ -89,6 +90,7 @@ impl Counts {
         count.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// A call has matched its pool and was decided.
     pub(super) fn decided(&self, decided: &Decided) {
         let block = decided.verdict.block();
         let decision = match block {
@@ -113,8 +115,10 @@ impl Counts {
             Some(Mode::Strict) => 2,
         });
         let mode = modes.max().unwrap_or(0);
-        let counts = self.of(decided.entry.history.created_revision);
-        counts.decisions[decision][reason][mode].fetch_add(1, Ordering::Relaxed);
+        let (pool, at) = (decided.entry.history.created_revision, decided.reading.at);
+        self.matched_and(pool, at, |counts| {
+            counts.decisions[decision][reason][mode].fetch_add(1, Ordering::Relaxed);
+        });
     }
 }
 

@@ -84,7 +84,7 @@ impl Service {
     pub async fn enforce(&self, call: EnforceCall) -> Result<Decision, LedgerError> {
         let mut looks = 1;
         loop {
-            let decision = self.decide(&call, true).await;
+            let decision = self.decide(&call).await;
             if !is_gone(&decision) || looks == LOOKS_MAX {
                 if let Ok(decision) = &decision {
                     self.count(&call, decision);
@@ -104,18 +104,15 @@ impl Service {
 
     /// What [`enforce`](Service::enforce) would answer, without any effect.
     pub async fn preview(&self, call: EnforceCall) -> Result<Decision, LedgerError> {
-        self.decide(&EnforceCall { reserve: None, ..call }, false).await
+        self.decide(&EnforceCall { reserve: None, ..call }).await
     }
 
-    async fn decide(&self, call: &EnforceCall, for_real: bool) -> Result<Decision, LedgerError> {
-        let directory = self.0.directory.load_full();
+    async fn decide(&self, call: &EnforceCall) -> Result<Decision, LedgerError> {
+        let directory = self.0.directory.load();
         let config_revision = directory.revision();
         let Some((entry, allocation)) = directory.find(&call.api_key, &call.connection) else {
             return Ok(Decision { config_revision, soft_factor: 1.0, decided: None });
         };
-        if for_real {
-            self.matched(entry);
-        }
         let settings = self.settings_at(&directory);
         let charge = Charge::new(
             entry,

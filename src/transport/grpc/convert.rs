@@ -1,6 +1,8 @@
 //! Requests to domain values. Messages are taken apart by name, so that a field added to the contract fails to compile
 //! here.
 
+use std::borrow::Cow;
+
 use super::pb;
 use crate::{
     core::{
@@ -31,7 +33,10 @@ pub(super) fn enforce(path: &str, request: pb::EnforceRequest) -> Checked<Enforc
         request_id,
     } = request;
     let mut faults = Faults::default();
-    let at = |field: &str| format!("{path}{field}");
+    let at = |field: &'static str| match path {
+        "" => Cow::Borrowed(field),
+        path => Cow::Owned(format!("{path}{field}")),
+    };
     let api_key = faults.take(ApiKeyId::parse(&at("api_key_id"), &api_key_id));
     let connection = faults.take(ConnectionId::parse(&at("connection_id"), &connection_id));
     faults.take(check_provider(&at("provider"), &provider));

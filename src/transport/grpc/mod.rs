@@ -10,17 +10,19 @@ mod pool_admin;
 mod quota_share;
 mod settings_admin;
 mod status;
+mod workers;
 
 use std::future::Future;
 
 use tokio::{net::TcpListener, sync::watch};
 use tokio_util::sync::CancellationToken;
-use tonic::transport::server::{Server, TcpIncoming};
+use tonic::{service::Routes, transport::Server};
 use tonic_health::{ServingStatus, server::HealthReporter};
 use tonic_reflection::server::Builder;
 use tower::util::MapResponseLayer;
 
 pub(crate) use health_check::check_health;
+pub(crate) use workers::ServeError;
 
 use self::observe::ObserveLayer;
 use crate::{service::Service, telemetry::RpcMetrics};
@@ -63,34 +65,45 @@ impl Health {
     }
 }
 
-/// Serves on `listener` until `stop` is cancelled, then lets open calls finish. The server reports SERVING at once.
+/// Serves on `listener` until `stop` is cancelled, then lets open calls finish, until `cut_off`. The server reports
+/// SERVING at once.
 pub(crate) async fn server(
     service: Service,
     metrics: RpcMetrics,
     listener: TcpListener,
     stop: CancellationToken,
-) -> Result<(Health, impl Future<Output = Result<(), tonic::transport::Error>> + Send), ReflectionError> {
+    cut_off: &CancellationToken,
+) -> Result<(Health, impl Future<Output = Result<(), ServeError>> + Send + use<>), ServeError> {
     let (reporter, health_service) = tonic_health::server::health_reporter();
     let health = Health { reporter, serving: watch::Sender::new(false) };
     health.set(true).await;
-    let router = Server::builder()
-        .layer(ObserveLayer::new(metrics))
-        .layer(MapResponseLayer::new(status::blame_the_caller))
-        .add_service(pb::quota_share_server::QuotaShareServer::new(quota_share::Api(service.clone())))
-        .add_service(pb::pool_admin_server::PoolAdminServer::new(pool_admin::Api {
-            service: service.clone(),
-            stop: stop.clone(),
-        }))
-        .add_service(pb::plan_admin_server::PlanAdminServer::new(plan_admin::Api(service.clone())))
-        .add_service(pb::settings_admin_server::SettingsAdminServer::new(settings_admin::Api(service)))
-        .add_service(health_service)
-        .add_service(reflection().build_v1()?)
-        .add_service(reflection().build_v1alpha()?);
-    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-    Ok((health, router.serve_with_incoming_shutdown(incoming, stop.cancelled_owned())))
+    let (reflection, reflection_alpha) = (reflection().build_v1()?, reflection().build_v1alpha()?);
+    let serve = |connections| {
+        // Nothing that is made here is shared between threads: they would wait for each other's counts of references.
+        let routes = routes(&service, &stop)
+            .add_service(health_service.clone())
+            .add_service(reflection.clone())
+            .add_service(reflection_alpha.clone());
+        Server::builder()
+            .layer(ObserveLayer::new(&metrics))
+            .layer(MapResponseLayer::new(status::blame_the_caller))
+            .add_routes(routes)
+            .serve_with_incoming_shutdown(connections, stop.clone().cancelled_owned())
+    };
+    let workers = workers::start(serve, cut_off)?;
+    Ok((health, workers::run(listener, workers, stop)))
 }
 
-pub(crate) type ReflectionError = tonic_reflection::server::Error;
+/// The services of the contract.
+fn routes(service: &Service, stop: &CancellationToken) -> Routes {
+    let pool_admin = pool_admin::Api { service: service.clone(), stop: stop.clone() };
+    Routes::new(pb::quota_share_server::QuotaShareServer::new(quota_share::Api(service.clone())))
+        .add_service(pb::pool_admin_server::PoolAdminServer::new(pool_admin))
+        .add_service(pb::plan_admin_server::PlanAdminServer::new(plan_admin::Api(service.clone())))
+        .add_service(pb::settings_admin_server::SettingsAdminServer::new(settings_admin::Api(
+            service.clone(),
+        )))
+}
 
 /// With the descriptors of error details, so that clients such as grpcurl print them decoded.
 fn reflection() -> Builder<'static> {

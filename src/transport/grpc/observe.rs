@@ -1,7 +1,6 @@
 //! Every call measured, and traced where traces are exported.
 
 use std::{
-    collections::HashMap,
     future::Future,
     pin::Pin,
     sync::Arc,
@@ -9,7 +8,8 @@ use std::{
     time::Instant,
 };
 
-use opentelemetry::{KeyValue, propagation::Extractor};
+use hashbrown::HashMap;
+use opentelemetry::propagation::Extractor;
 use prost::Message;
 use tonic::{
     Code, Status,
@@ -21,18 +21,17 @@ use tracing::{Instrument, Span, field::Empty};
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
 use super::{pb, status::code_name};
-use crate::telemetry::{RPC_TARGET, RpcMetrics};
+use crate::telemetry::{MethodMetrics, RPC_TARGET, RpcMetrics};
 
 /// Measures the calls of the services that it wraps.
 #[derive(Clone)]
-pub(super) struct ObserveLayer {
-    metrics: RpcMetrics,
-    /// By path: only methods of the contract are told apart, so that callers cannot make series.
-    methods: Arc<HashMap<String, KeyValue>>,
-}
+pub(super) struct ObserveLayer(Arc<Methods>);
+
+/// By path: only methods of the contract are told apart, so that callers cannot make series.
+type Methods = HashMap<String, Arc<MethodMetrics>>;
 
 impl ObserveLayer {
-    pub(super) fn new(metrics: RpcMetrics) -> Self {
+    pub(super) fn new(metrics: &RpcMetrics) -> Self {
         // What build.rs wrote can be decoded; if not, calls are measured without their names.
         let files = prost_types::FileDescriptorSet::decode(pb::DESCRIPTORS).unwrap_or_default().file;
         let mut methods = HashMap::new();
@@ -40,13 +39,11 @@ impl ObserveLayer {
             for service in &file.service {
                 for method in &service.method {
                     let name = format!("{}.{}/{}", file.package(), service.name(), method.name());
-                    let path = format!("/{name}");
-                    let name: Arc<str> = name.into();
-                    methods.insert(path, KeyValue::new("method", name));
+                    methods.insert(format!("/{name}"), Arc::new(metrics.of_method(name)));
                 }
             }
         }
-        Self { metrics, methods: Arc::new(methods) }
+        Self(Arc::new(methods))
     }
 }
 
@@ -54,14 +51,14 @@ impl<S> Layer<S> for ObserveLayer {
     type Service = Observe<S>;
 
     fn layer(&self, inner: S) -> Observe<S> {
-        Observe { inner, layer: self.clone() }
+        Observe { inner, methods: Arc::clone(&self.0) }
     }
 }
 
 #[derive(Clone)]
 pub(super) struct Observe<S> {
     inner: S,
-    layer: ObserveLayer,
+    methods: Arc<Methods>,
 }
 
 impl<S, B> Service<Request<B>> for Observe<S>
@@ -80,9 +77,8 @@ where
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
         let started = Instant::now();
-        let method = self.layer.methods.get(request.uri().path()).cloned();
+        let method = self.methods.get(request.uri().path()).map(Arc::clone);
         let span = span(&request);
-        let metrics = self.layer.metrics.clone();
         let answer = self.inner.call(request).instrument(span.clone());
         Box::pin(async move {
             let answer = answer.await;
@@ -92,7 +88,7 @@ where
                     Status::from_header_map(response.headers()).map_or(Code::Ok, |status| status.code());
                 let code = code_name(code);
                 span.record("rpc.grpc.status_code", code);
-                metrics.ended(&method, code, started.elapsed());
+                method.ended(code, started.elapsed());
             }
             answer
         })
