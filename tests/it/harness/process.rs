@@ -77,6 +77,12 @@ impl TestProcess {
         (self.process, self.client) = listening(self.folder.path(), &[], &[]).await;
     }
 
+    /// Ends the process, and starts another one on its data with `vars` in its environment.
+    pub(crate) async fn restart_with(&mut self, vars: &[(&str, &str)]) {
+        self.kill();
+        (self.process, self.client) = listening(self.folder.path(), &[], vars).await;
+    }
+
     /// Sends `signal` and waits for the process to end by itself; returns its exit code and how long it took.
     pub(crate) async fn end_with(&mut self, signal: Signal) -> (Option<i32>, Duration) {
         let sent = Instant::now();

@@ -2,7 +2,11 @@
 
 use futures::future::join_all;
 
-use crate::harness::{Client, TestProcess, cost, dimension, hard, pb, pool, refusal, spent, tokens, usd};
+use crate::harness::{
+    Client, TestProcess, cost, dimension, hard,
+    pb::{self, Settings, UpdateSettingsRequest, settings::StoreDriver},
+    pool, refusal, spent, tokens, told, usd,
+};
 
 /// The machine's clock runs here, so the window is one whose bucket does not end during the test.
 const WINDOW: &str = "tokens/366d";
@@ -40,4 +44,43 @@ async fn e05_many_writers_share_one_counter_that_survives_a_kill() {
     process.record("A", "c1", pb::Cost { requests: Some(0), ..usd(0.000_01) }).await;
     assert_eq!(process.used("p", "usd/366d").await, (0.000_01, 0.0));
     assert_eq!(process.used("p", WINDOW).await, (224_000.0, 0.0));
+}
+
+const DRIVER: &str = "QUOTA_STORE_DRIVER";
+const URL: &str = "QUOTA_STORE_REDIS_URL";
+
+async fn active_driver(process: &TestProcess) -> StoreDriver {
+    told(process.settings().get_status(pb::GetStatusRequest {}).await).active_store()
+}
+
+#[tokio::test]
+async fn e01_without_a_redis_the_driver_is_sqlite_and_it_is_said_why() {
+    let (nothing, redis, mongo) = ([].as_slice(), [(DRIVER, "redis")], [(DRIVER, "mongo")]);
+    // start | set | what the one warning names
+    for (start, vars, named) in [(1, nothing, None), (5, &redis, Some(URL)), (7, &mongo, Some("mongo"))] {
+        let process = TestProcess::start_with(vars).await;
+        assert_eq!(active_driver(&process).await, StoreDriver::Sqlite, "start {start}");
+        let log = process.log();
+        let warnings: Vec<&str> = log.lines().filter(|line| line.contains("\"WARN\"")).collect();
+        assert_eq!(warnings.len(), usize::from(named.is_some()), "start {start}: {log}");
+        assert!(named.is_none_or(|named| warnings[0].contains(named)), "start {start}: {log}");
+    }
+}
+
+#[tokio::test]
+async fn e01_a_stored_driver_wins_over_the_environment_and_the_url_is_never_returned() {
+    let mut process = TestProcess::start().await;
+    let store = |settings| UpdateSettingsRequest { settings: Some(settings), clear: vec![] };
+    let sqlite = Settings { store_driver: StoreDriver::Sqlite.into(), ..Default::default() };
+    told(process.settings().update_settings(store(sqlite)).await);
+    let redis = Settings { store_driver: StoreDriver::Redis.into(), ..Default::default() };
+    refusal(process.settings().update_settings(store(redis)).await).names(&["settings.redis_url"]);
+
+    // Start 3.
+    process.restart_with(&[(DRIVER, "redis"), (URL, "redis://user:hidden@host")]).await;
+    assert_eq!(active_driver(&process).await, StoreDriver::Sqlite);
+    let settings = told(process.settings().get_settings(pb::GetSettingsRequest {}).await);
+    let effective = settings.effective.expect("what is in force");
+    assert_eq!((effective.redis_url.as_str(), effective.redis_url_configured), ("", true));
+    assert!(!process.log().contains("hidden"), "{}", process.log());
 }

@@ -1,7 +1,9 @@
 //! G: what is shown comes from the same numbers as what is enforced.
 
 use crate::harness::{
-    TestServer, Verdict, ask, blocked, hard, pb::dimension_status::Reason::FairShare, pool, requests,
+    TestServer, Verdict, ask, blocked, dimension, hard, millis,
+    pb::{self, dimension_status::Reason::FairShare},
+    pool, requests, tokens, usd,
 };
 
 #[tokio::test]
@@ -38,4 +40,45 @@ async fn g01_the_estimate_counts_against_the_fair_share() {
     // 303 of 300, and 0.53 is strict; 298 has aged to 295 after 36.24 s of the next hour.
     let verdict = server.enforce("A", "c1", requests(5)).await.verdict();
     assert_eq!(verdict, blocked(FairShare, "requests/hourly", 3_636_242));
+}
+
+/// Units a second, and the time to exhaustion in ms.
+async fn burn(server: &TestServer, dimension: &str) -> (f64, Option<u64>) {
+    let usage = server.usage("p").await;
+    let rate = usage.dimension(dimension).burn_rate.expect("each dimension has one");
+    (rate.units_per_second, rate.time_to_exhaustion.as_ref().map(millis))
+}
+
+#[tokio::test]
+async fn g03_the_burn_rate_is_an_average_over_samples_of_any_unit() {
+    let server = TestServer::start().await;
+    server
+        .put_plan(
+            "c1",
+            [dimension("tokens/5h", 1e6), dimension("requests/5h", 4.0), dimension("usd/5h", 1e3)],
+        )
+        .await;
+    server.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
+    assert_eq!(burn(&server, "tokens/5h").await, (0.0, None));
+    let one = |tokens: pb::Cost, dollars| pb::Cost { usd: Some(dollars), ..tokens };
+    server.record("A", "c1", one(tokens(0), 0.0)).await;
+    assert_eq!(burn(&server, "tokens/5h").await, (0.0, None), "one sample");
+    // tokens and dollars in 10 s | tokens a second
+    for (more, want) in [(1_000, 100.0), (2_000, 130.0), (0, 91.0)] {
+        server.wait(10_000);
+        server.record("A", "c1", one(tokens(more), more as f64 / 100.0)).await;
+        assert_eq!(burn(&server, "tokens/5h").await.0, want);
+    }
+    let left_ms = burn(&server, "tokens/5h").await.1.expect("it is used");
+    assert!(left_ms.abs_diff(10_956_044) <= 1, "{left_ms}");
+    assert!((burn(&server, "usd/5h").await.0 - 0.91).abs() < 1e-9);
+    let (rate, left_ms) = burn(&server, "requests/5h").await;
+    assert!((rate - 0.1).abs() < 1e-9);
+    assert_eq!(left_ms, Some(0), "the limit is reached");
+
+    // The first second of a new window is no burst.
+    server.wait(5 * 3_600_000);
+    server.record("A", "c1", usd(0.0)).await;
+    let (rate, _) = burn(&server, "tokens/5h").await;
+    assert!(rate < 91.0, "{rate}");
 }
