@@ -57,7 +57,7 @@ impl World {
 
     pub(crate) fn charge(&self, (api_key, connection): &Asker) -> Charge {
         let (entry, allocation) = self.directory.find(api_key, connection).expect("the key is in the pool");
-        Charge::new(entry, allocation, None, &self.estimate, 0.5)
+        Charge::new(entry, allocation, connection, None, &self.estimate, 0.5)
     }
 
     /// What `asker` is to be counted, once if it is named.
@@ -69,6 +69,9 @@ impl World {
         let (entry, allocation) = self.directory.find(api_key, connection).expect("the key is in the pool");
         let consumption = Consumption {
             api_key: api_key.clone(),
+            connection: Some(connection.clone()),
+            cost: self.estimate,
+            observations: Vec::new(),
             counts: counts(entry, Some(allocation), None, &self.estimate),
             reservation: None,
             idempotency: idempotency_key.map(|key| CallId::of_idempotency_key(connection, key)),

@@ -165,6 +165,7 @@ async fn open(config: &Config, clock: Arc<dyn Clock>) -> Result<Opened, StartErr
             consumption_retention_days: config.consumption_retention_days,
         },
         id_life_ms: u64::from(config.id_life_seconds) * 1_000,
+        signal_ttl_ms: u64::from(config.signal_ttl_seconds) * 1_000,
         redis_url_configured: config.redis_url_configured,
     };
     let counters: Arc<dyn Ledger> = ledger.clone();

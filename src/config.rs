@@ -41,6 +41,9 @@ pub struct Args {
     /// How many days rows of consumption are kept in the database, for whoever reads it: 1 to 3660 [default: 14]
     #[arg(long, env = "QUOTA_CONSUMPTION_RETENTION_DAYS", value_name = "DAYS", hide_env_values = true)]
     pub quota_consumption_retention_days: Option<String>,
+    /// How long a provider's figure without an end is believed: 1 to 86400 [default: 30]
+    #[arg(long, env = "QUOTA_SIGNAL_TTL_SECONDS", value_name = "SECONDS", hide_env_values = true)]
+    pub quota_signal_ttl_seconds: Option<String>,
     /// How long idempotency keys and settled reservations are remembered: 1 to 86400 [default: 600]
     #[arg(long, env = "QUOTA_ID_LIFE_SECONDS", value_name = "SECONDS", hide_env_values = true)]
     pub quota_id_life_seconds: Option<String>,
@@ -126,6 +129,8 @@ pub struct Config {
     pub soft_deprioritize_factor: f64,
     /// `QUOTA_CONSUMPTION_RETENTION_DAYS`, at least 1
     pub consumption_retention_days: u32,
+    /// `QUOTA_SIGNAL_TTL_SECONDS`, at least 1
+    pub signal_ttl_seconds: u32,
     /// `QUOTA_ID_LIFE_SECONDS`, at least 1
     pub id_life_seconds: u32,
     /// What is not as it was asked for, and what is done instead.
@@ -193,6 +198,12 @@ impl Config {
                 "14",
                 RETENTION_DAYS_MAX,
             ),
+            signal_ttl_seconds: vars.whole(
+                "QUOTA_SIGNAL_TTL_SECONDS",
+                &args.quota_signal_ttl_seconds,
+                "30",
+                SIGNAL_TTL_SECONDS_MAX,
+            ),
             id_life_seconds: vars.whole(
                 "QUOTA_ID_LIFE_SECONDS",
                 &args.quota_id_life_seconds,
@@ -239,6 +250,7 @@ impl Config {
             saturation_threshold,
             soft_deprioritize_factor,
             consumption_retention_days,
+            signal_ttl_seconds,
             id_life_seconds,
             warnings: _,
         } = self;
@@ -259,6 +271,7 @@ impl Config {
             ("QUOTA_SATURATION_THRESHOLD", saturation_threshold.to_string()),
             ("QUOTA_SOFT_DEPRIORITIZE_FACTOR", soft_deprioritize_factor.to_string()),
             ("QUOTA_CONSUMPTION_RETENTION_DAYS", consumption_retention_days.to_string()),
+            ("QUOTA_SIGNAL_TTL_SECONDS", signal_ttl_seconds.to_string()),
             ("QUOTA_ID_LIFE_SECONDS", id_life_seconds.to_string()),
         ];
         let lines = variables.iter().map(|(variable, value)| format!("{variable}={value}\n"));
@@ -267,6 +280,8 @@ impl Config {
     }
 }
 
+/// A figure that is a day old says nothing of now.
+const SIGNAL_TTL_SECONDS_MAX: u32 = 86_400;
 const SOCKET: &str = "an address and a port, such as 127.0.0.1:50051";
 const SOCKET_OR_OFF: &str = "an address and a port, such as 127.0.0.1:9090, or off";
 

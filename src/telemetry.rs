@@ -264,6 +264,18 @@ impl Metrics {
                 }
             })
             .build();
+        let reported = service.clone();
+        self.meter
+            .u64_observable_counter("quota_share.signals")
+            .with_description(
+                "Figures of providers that were reported: taken over, or ignored with their headers",
+            )
+            .with_callback(move |counter| {
+                let (taken, ignored) = reported.signal_counts();
+                counter.observe(taken, &[KeyValue::new("outcome", "taken")]);
+                counter.observe(ignored, &[KeyValue::new("outcome", "ignored")]);
+            })
+            .build();
         let service = service.clone();
         self.meter
             .u64_observable_counter("quota_share.no_pool")

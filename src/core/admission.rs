@@ -4,10 +4,11 @@
 use super::{
     charge::{Bounds, Charge, Check, PerCheck, Terms},
     ids::ReservationId,
+    plan::DimensionKey,
     pool::Policy,
     retry_after,
     units::{Timestamp, Unit},
-    window::{SlidingCounter, Window},
+    window::SlidingCounter,
 };
 
 /// Why a check does not pass: the first that holds, in this order.
@@ -21,6 +22,8 @@ pub enum BlockReason {
     ModelCap,
     /// The pool's own limit.
     GlobalSaturated,
+    /// The provider says that the connection that is to serve the request has nothing left.
+    ConnectionSaturated,
     /// The key has used its fair share and the pool is in strict mode.
     FairShare,
 }
@@ -44,12 +47,37 @@ pub struct Counter {
 }
 
 /// What the counters of one check hold: the key's own and, for a dimension of the plan, the pool's.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Counters {
     /// The key's.
     pub key: Counter,
     /// The pool's total; nothing for a model cap.
     pub pool: Counter,
+    /// What is known of the connections' accounts in this dimension.
+    pub accounts: Vec<AccountReading>,
+}
+
+/// What is known of one connection's account.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AccountReading {
+    /// It is to serve the request.
+    pub serving: bool,
+    /// The used fraction of its limit, by the provider.
+    pub fraction: f64,
+    /// The same in steps of per cent.
+    pub figure: f64,
+    /// Until when that is believed; `None`: it is not now.
+    pub fresh_until: Option<Timestamp>,
+    /// `fresh_until` is an end that the provider has named. What has none stays as it is as far as waits are concerned.
+    pub has_end: bool,
+    /// When the provider's window ends.
+    pub window_end: Option<Timestamp>,
+    /// The pool's counters are in the provider's window.
+    pub alone: bool,
+    /// The key's part, in steps.
+    pub key_part: f64,
+    /// All keys' parts.
+    pub parts: f64,
 }
 
 /// Holds that end together: how much less is reserved from `deadline` on, for each check `(by the key, by the pool)`.
@@ -62,7 +90,7 @@ pub struct Release {
 }
 
 /// All that a decision needs of a pool's state at one instant.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Reading {
     /// The instant of the decision, by the ledger's clock.
     pub at: Timestamp,
@@ -83,6 +111,12 @@ pub struct Level {
     pub pool_consumed: f64,
     /// Held by the pool.
     pub pool_reserved: f64,
+    /// U: used of the pool's connections by the provider's figures; `None` where none is believed.
+    pub signalled: Option<f64>,
+    /// The figure of the serving connection, as a fraction of its limit, if it is believed.
+    pub serving_fraction: Option<f64>,
+    /// When the serving connection's window ends.
+    pub resets_at: Option<Timestamp>,
 }
 
 /// What the rule compares with the bounds, in steps.
@@ -90,8 +124,12 @@ pub struct Level {
 pub struct Used {
     /// uk: by this key.
     pub key: f64,
-    /// ut: by the pool.
+    /// ut: by the pool, and outside of it.
     pub pool: f64,
+    /// Of that, outside.
+    pub external: f64,
+    /// The serving connection has nothing left.
+    pub connection_saturated: bool,
     /// s: the used fraction of the limit; `None` where the limit is not known, or nothing is known of a PERCENT dimension.
     pub fraction: Option<f64>,
 }
@@ -111,42 +149,99 @@ pub struct Finding {
     pub remaining: Option<f64>,
 }
 
-impl Counter {
-    fn consumed_at(&self, window: Window, at: Timestamp) -> f64 {
-        self.consumed.at(window, at)
+impl AccountReading {
+    /// The figure is believed at `at`, of which nothing more is known than at the reading.
+    fn is_fresh(&self, at: Timestamp) -> bool {
+        let in_window = self.window_end.is_none_or(|end| at < end);
+        in_window && self.fresh_until.is_some_and(|until| at < until || !self.has_end)
+    }
+
+    /// When something about it ends.
+    pub(super) fn ends(&self) -> impl Iterator<Item = Timestamp> {
+        self.fresh_until.filter(|_| self.has_end).into_iter().chain(self.window_end)
     }
 }
 
 impl Counters {
-    /// What is seen at `at` while nothing that is held has ended.
-    pub fn level(&self, window: Window, at: Timestamp) -> Level {
-        self.level_after(window, at, (0, 0))
+    /// What `dimension`, of whose limit each connection has `per_connection`, looks like at `at` while nothing that is held
+    /// has ended.
+    pub fn level(&self, dimension: DimensionKey, per_connection: Option<f64>, at: Timestamp) -> Level {
+        self.level_after(dimension, per_connection, at, (0, 0))
     }
 
-    /// What is seen at `at` after `(by the key, by the pool)` of what is held has ended.
-    pub(super) fn level_after(&self, window: Window, at: Timestamp, ended: (u64, u64)) -> Level {
-        Level {
-            key_consumed: self.key.consumed_at(window, at),
+    /// The same after `(by the key, by the pool)` of what is held has ended.
+    pub(super) fn level_after(
+        &self,
+        dimension: DimensionKey,
+        per_connection: Option<f64>,
+        at: Timestamp,
+        ended: (u64, u64),
+    ) -> Level {
+        let (key_consumed, pool_consumed) = self.consumed(dimension, at);
+        let level = Level {
+            key_consumed,
             key_reserved: self.key.reserved.saturating_sub(ended.0) as f64,
-            pool_consumed: self.pool.consumed_at(window, at),
+            pool_consumed,
             pool_reserved: self.pool.reserved.saturating_sub(ended.1) as f64,
+            ..Level::default()
+        };
+        if self.accounts.is_empty() {
+            return level;
+        }
+        let fresh = || self.accounts.iter().filter(|account| account.is_fresh(at));
+        let used = |account: &AccountReading| match dimension.unit {
+            Unit::Percent => account.figure,
+            _ => account.fraction * per_connection.unwrap_or_default(),
+        };
+        let serving = self.accounts.iter().find(|account| account.serving);
+        Level {
+            signalled: fresh().next().map(|_| fresh().map(used).sum()),
+            serving_fraction: fresh().find(|account| account.serving).map(|account| account.fraction),
+            resets_at: serving.and_then(|account| account.window_end).filter(|end| at < *end),
+            ..level
+        }
+    }
+
+    /// `(by the key, by the pool)`. Per cents are those of the figures as long as there are any; counters of the provider's
+    /// window count in full until it ends, when everything starts at 0.
+    fn consumed(&self, dimension: DimensionKey, at: Timestamp) -> (f64, f64) {
+        if dimension.unit == Unit::Percent && self.accounts.iter().any(|account| account.is_fresh(at)) {
+            let fresh = self.accounts.iter().filter(|account| account.is_fresh(at));
+            return fresh
+                .fold((0.0, 0.0), |(key, pool), account| (key + account.key_part, pool + account.parts));
+        }
+        let anchored = self.accounts.iter().find(|account| account.alone && account.window_end.is_some());
+        match anchored {
+            Some(account) if account.window_end <= Some(at) => (0.0, 0.0),
+            Some(account) if dimension.unit != Unit::Percent => (account.key_part, account.parts),
+            _ => {
+                let slides = |counter: &Counter| counter.consumed.at(dimension.window, at);
+                (slides(&self.key), slides(&self.pool))
+            }
         }
     }
 }
 
 impl Used {
-    /// What `level` means to `check`.
-    pub fn of(check: &Check, level: &Level) -> Used {
-        let pool = level.pool_consumed + level.pool_reserved;
-        let fraction = used_fraction(check.counter.dimension.unit, check.bounds.limit, pool);
-        Used { key: level.key_consumed + level.key_reserved, pool, fraction }
+    /// What `level` means in `unit` to `bounds`.
+    pub fn of(unit: Unit, bounds: &Bounds, level: &Level) -> Used {
+        let outside = |signalled: f64| (signalled - level.pool_consumed - bounds.owner_reserve).max(0.0);
+        let external = level.signalled.map_or(0.0, outside);
+        let pool = level.pool_consumed + level.pool_reserved + external;
+        let unknown = unit == Unit::Percent && level.signalled.is_none() && pool == 0.0;
+        let limit = bounds.limit.filter(|_| !unknown);
+        let is_full = |fraction: f64| match (unit, bounds.per_connection) {
+            (Unit::Percent, Some(limit)) => unit.to_steps(fraction * 100.0) >= limit,
+            _ => fraction >= 1.0,
+        };
+        Used {
+            key: level.key_consumed + level.key_reserved,
+            pool,
+            external,
+            connection_saturated: level.serving_fraction.is_some_and(is_full),
+            fraction: limit.map(|limit| pool / limit),
+        }
     }
-}
-
-/// s: the used fraction of `limit`; `None` where it is not known, or nothing is known of a PERCENT dimension.
-pub fn used_fraction(unit: Unit, limit: Option<f64>, used: f64) -> Option<f64> {
-    let unknown = unit == Unit::Percent && used == 0.0;
-    limit.filter(|_| !unknown).map(|limit| used / limit)
 }
 
 /// The mode of a dimension whose limit is known.
@@ -173,6 +268,8 @@ pub fn judge(bounds: &Bounds, model_cap: bool, estimate: f64, terms: &Terms, use
         Some(if model_cap { BlockReason::ModelCap } else { BlockReason::CapAbsolute })
     } else if bounds.limit.is_some_and(|limit| reaches(used.pool, estimate, limit)) {
         Some(BlockReason::GlobalSaturated)
+    } else if bounds.limit.is_some() && used.connection_saturated {
+        Some(BlockReason::ConnectionSaturated)
     } else if past_share && terms.policy == Policy::Hard {
         Some(BlockReason::FairShare)
     } else {
@@ -203,6 +300,7 @@ fn remaining(bounds: &Bounds, used: &Used, held_to_share: bool) -> Option<f64> {
         bounds.cap.map(|cap| cap - used.key),
         bounds.limit.map(|limit| limit - used.pool),
         share.map(|share| share - used.key),
+        bounds.limit.filter(|_| used.connection_saturated).map(|_| 0.0),
     ];
     candidates.into_iter().flatten().reduce(f64::min).map(|least| least.max(0.0))
 }
@@ -213,17 +311,25 @@ impl Charge {
         self.checks
             .iter()
             .zip(&reading.counters)
-            .map(|(check, counters)| {
-                check.judge(&self.terms, &counters.level(check.counter.dimension.window, reading.at))
-            })
+            .map(|(check, counters)| check.judge(&self.terms, &check.level(counters, reading.at)))
             .collect()
     }
 }
 
 impl Check {
+    /// What this check sees at `at` while nothing that is held has ended.
+    pub fn level(&self, counters: &Counters, at: Timestamp) -> Level {
+        counters.level(self.counter.dimension, self.bounds.per_connection, at)
+    }
+
+    /// What `level` means to this check.
+    pub fn used(&self, level: &Level) -> Used {
+        Used::of(self.counter.dimension.unit, &self.bounds, level)
+    }
+
     /// Judges this check at `level`.
     pub fn judge(&self, terms: &Terms, level: &Level) -> Finding {
-        let used = Used::of(self, level);
+        let used = self.used(level);
         judge(&self.bounds, self.counter.model.is_some(), self.estimate.as_f64(), terms, &used)
     }
 }
@@ -238,6 +344,8 @@ pub struct Verdict {
     pub retry_after_ms: PerCheck<Option<u64>>,
     /// The check that blocks longest: none is longest, [`BlockReason::ExceedsLimit`] first of all, ties in order.
     pub blocked_by: Option<usize>,
+    /// The least wait in ms after which the whole verdict is to allow, if nothing else happens; `None`: no wait helps.
+    pub allowed_after_ms: Option<u64>,
 }
 
 impl Verdict {
@@ -258,18 +366,19 @@ impl Verdict {
         let blocked = (0..findings.len()).filter(|&index| findings[index].block.is_some());
         // `max_by_key` takes the last of equals, so the order is reversed to take the first.
         let blocked_by = blocked.rev().max_by_key(|&index| rank(index));
-        Verdict { findings, retry_after_ms, blocked_by }
+        let allowed_after_ms = match blocked_by {
+            // Without figures of a provider a check that passes passes on, and it is the longest of the waits. Once a figure or a window of a provider ends, what passed before may not pass any more.
+            Some(_) if reading.counters.iter().any(|counters| !counters.accounts.is_empty()) => {
+                retry_after::of_charge(charge, reading)
+            }
+            _ => blocked_by.and_then(|index| retry_after_ms[index]),
+        };
+        Verdict { findings, retry_after_ms, blocked_by, allowed_after_ms }
     }
 
     /// Why the request is blocked; `None`: it is allowed.
     pub fn block(&self) -> Option<BlockReason> {
         self.blocked_by.and_then(|index| self.findings[index].block)
-    }
-
-    /// The least wait in ms after which the whole verdict is to allow. Each check, once it passes, passes on, so it is
-    /// the longest of the waits; `None` if one has no end.
-    pub fn retry_after_ms(&self) -> Option<u64> {
-        self.blocked_by.and_then(|index| self.retry_after_ms[index])
     }
 
     /// Allowed, but over the fair share under [`Policy::Soft`].

@@ -1,13 +1,15 @@
 //! Policy turned into data: what one request would use, counter by counter, and up to which bounds.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
 use super::{
     directory::PoolEntry,
-    ids::{ApiKeyId, Model, PoolRevision},
-    plan::DimensionKey,
-    pool::{Allocation, Enforcement, Policy},
+    ids::{ApiKeyId, ConnectionId, Model, PoolRevision},
+    plan::{Dimension, DimensionKey},
+    pool::{Allocation, Enforcement, Policy, Pool},
     units::{Amount, Cost},
 };
 
@@ -33,6 +35,10 @@ pub struct Charge {
     pub pool: PoolRevision,
     /// Who asks.
     pub api_key: ApiKeyId,
+    /// The pool's connections.
+    pub connections: Arc<[ConnectionId]>,
+    /// Which of them is to serve the request.
+    pub serving: ConnectionId,
     /// What holds for every check.
     pub terms: Terms,
     /// The plan's dimensions in its order, then the model caps that apply.
@@ -74,6 +80,22 @@ pub struct Bounds {
     pub cap: Option<f64>,
     /// F: the key's fair share of the limit.
     pub fair_share: Option<f64>,
+    /// What the owner may use outside, of all connections together; not counted as external use.
+    pub owner_reserve: f64,
+}
+
+impl Bounds {
+    /// What holds for every key of `pool`.
+    pub fn of_pool(pool: &Pool, dimension: &Dimension) -> Bounds {
+        let per_connection = dimension.limit_steps();
+        Bounds {
+            per_connection,
+            limit: per_connection.map(|per_connection| pool.limit(per_connection)),
+            owner_reserve: per_connection
+                .map_or(0.0, |per_connection| pool.reserved_for_owner(per_connection)),
+            ..Bounds::default()
+        }
+    }
 }
 
 impl Charge {
@@ -83,21 +105,21 @@ impl Charge {
     pub fn new(
         entry: &PoolEntry,
         allocation: &Allocation,
+        serving: &ConnectionId,
         model: Option<&Model>,
         estimate: &Cost,
         default_threshold: f64,
     ) -> Charge {
         let pool = &entry.pool;
         let plan_checks = entry.dimensions().iter().map(|dimension| {
-            let limit = dimension.limit_steps().map(|per_connection| pool.limit(per_connection));
+            let of_pool = Bounds::of_pool(pool, dimension);
             Check {
                 counter: CounterKey { dimension: dimension.key, model: None },
                 estimate: estimate.of(dimension.key.unit),
                 bounds: Bounds {
-                    per_connection: dimension.limit_steps(),
-                    limit,
                     cap: allocation.cap.as_ref().and_then(|cap| cap.on(dimension.key)),
-                    fair_share: limit.and_then(|limit| pool.fair_share(allocation, limit)),
+                    fair_share: of_pool.limit.and_then(|limit| pool.fair_share(allocation, limit)),
+                    ..of_pool
                 },
             }
         });
@@ -112,6 +134,8 @@ impl Charge {
         Charge {
             pool: entry.history.created_revision,
             api_key: allocation.api_key.clone(),
+            connections: Arc::clone(&pool.connections),
+            serving: serving.clone(),
             terms: Terms {
                 policy: allocation.policy,
                 exempt: allocation.exempt,

@@ -457,7 +457,7 @@ impl Directory {
     }
 
     fn check_connections(&self, pool: &Pool) -> Result<(), ChangeRefused> {
-        for connection in &pool.connections {
+        for connection in pool.connections.iter() {
             if let Some(other) = self.by_connection.get(connection)
                 && other.pool.id != pool.id
             {
@@ -472,7 +472,7 @@ impl Directory {
         let plan = self.resolve_plan(pool.primary(), &pool.provider);
         let entry = Arc::new(PoolEntry { pool, history, plan });
         self.allocations += entry.pool.allocations.len();
-        for connection in &entry.pool.connections {
+        for connection in entry.pool.connections.iter() {
             self.by_connection.insert(connection.clone(), Arc::clone(&entry));
         }
         self.by_life.insert(history.created_revision, Arc::clone(&entry));
@@ -482,7 +482,7 @@ impl Directory {
 
     fn remove(&mut self, entry: &PoolEntry) {
         self.allocations -= entry.pool.allocations.len();
-        for connection in &entry.pool.connections {
+        for connection in entry.pool.connections.iter() {
             self.by_connection.remove(connection);
         }
         self.by_life.remove(&entry.history.created_revision);

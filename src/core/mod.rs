@@ -20,13 +20,17 @@
 //! | [`admission`]   | given the counters, is it allowed? The one definition of the rule    |
 //! | [`retry_after`] | if not, when?                                                        |
 //! | [`burn_rate`]   | how fast is it consumed?                                             |
+//! | [`headers`]     | what does a provider say of an account in a response's headers?      |
+//! | [`account`]     | what is known of an account, and how much of it is whose?            |
 //! | [`ledger`]      | one pool's counters, reservations and remembered ids                 |
 
+pub mod account;
 pub mod admission;
 pub mod burn_rate;
 pub mod catalog;
 pub mod charge;
 pub mod directory;
+pub mod headers;
 pub mod ids;
 pub mod import;
 pub mod ledger;

@@ -1,5 +1,7 @@
 //! Who shares which connections, in which proportion, and what makes a pool valid.
 
+use std::sync::Arc;
+
 use hashbrown::HashMap;
 use serde::{Deserialize, Serialize};
 
@@ -149,7 +151,7 @@ pub struct Pool {
     /// As the catalogue names it; empty: no catalogue plan applies.
     pub provider: String,
     /// The first is the primary, whose plan is the pool's plan.
-    pub connections: Vec<ConnectionId>,
+    pub connections: Arc<[ConnectionId]>,
     /// By key, in the given order.
     pub allocations: Vec<Allocation>,
     /// Where each key stands in `allocations`.
@@ -188,6 +190,11 @@ impl Pool {
     /// stay exact.
     pub fn limit(&self, per_connection: f64) -> f64 {
         per_connection * self.connections.len() as f64 * (E6 - f64::from(self.owner_reserve_e6)) / E6
+    }
+
+    /// What the owner may use of all connections together where one may use `per_connection`.
+    pub fn reserved_for_owner(&self, per_connection: f64) -> f64 {
+        per_connection * self.connections.len() as f64 * f64::from(self.owner_reserve_e6) / E6
     }
 
     /// The fair share of `allocation` in a limit of the whole pool; none for an exempt key.
@@ -241,7 +248,7 @@ impl Pool {
             id,
             name: spec.name.clone(),
             provider: spec.provider.clone(),
-            connections,
+            connections: connections.into(),
             equal_split: all_zero.then(|| limited().count() as u32),
             index,
             allocations,
@@ -277,12 +284,6 @@ impl Pool {
             warnings.push(format!(
                 "pool {} has no plan: nothing but model caps binds until PutPlan stores one for connection {primary}",
                 self.id
-            ));
-        }
-        for key in plan.iter().filter(|key| key.unit == Unit::Percent) {
-            warnings.push(format!(
-                "{key} is counted from reported per cents only: this version does not read the provider's figures, so \
-                 shares of it bind only as far as cost.percent is recorded"
             ));
         }
         for allocation in &self.allocations {

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::{Decided, Service};
 use crate::{
     core::{
-        admission::{self, BlockReason, Mode},
+        admission::{BlockReason, Mode, Used},
+        charge::Bounds,
         ids::{ConnectionId, PoolId, PoolRevision},
         plan::DimensionKey,
         units::Timestamp,
@@ -14,8 +15,16 @@ use crate::{
 };
 
 const DECISIONS: [&str; 3] = ["allow", "block", "would_block"];
-const REASONS: [&str; 7] =
-    ["OK", "NO_PLAN", "EXCEEDS_LIMIT", "CAP_ABSOLUTE", "MODEL_CAP", "GLOBAL_SATURATED", "FAIR_SHARE"];
+const REASONS: [&str; 8] = [
+    "OK",
+    "NO_PLAN",
+    "EXCEEDS_LIMIT",
+    "CAP_ABSOLUTE",
+    "MODEL_CAP",
+    "GLOBAL_SATURATED",
+    "CONNECTION_SATURATED",
+    "FAIR_SHARE",
+];
 const MODES: [&str; 3] = ["none", "generous", "strict"];
 
 /// What is counted of one life of a pool since this replica started.
@@ -34,6 +43,8 @@ pub(super) struct Counts {
     /// In no pool though the connection is in one: the key is not.
     no_pool_known: AtomicU64,
     no_pool_unknown: AtomicU64,
+    signals_taken: AtomicU64,
+    signals_ignored: AtomicU64,
 }
 
 /// How often a pool decided so.
@@ -90,6 +101,12 @@ impl Counts {
         count.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// So many figures of providers were taken over, and so many headers and figures ignored.
+    pub(super) fn signals(&self, taken: usize, ignored: usize) {
+        self.signals_taken.fetch_add(taken as u64, Ordering::Relaxed);
+        self.signals_ignored.fetch_add(ignored as u64, Ordering::Relaxed);
+    }
+
     /// A call has matched its pool and was decided.
     pub(super) fn decided(&self, decided: &Decided) {
         let block = decided.verdict.block();
@@ -107,7 +124,8 @@ impl Counts {
             Some(BlockReason::CapAbsolute) => 3,
             Some(BlockReason::ModelCap) => 4,
             Some(BlockReason::GlobalSaturated) => 5,
-            Some(BlockReason::FairShare) => 6,
+            Some(BlockReason::ConnectionSaturated) => 6,
+            Some(BlockReason::FairShare) => 7,
         };
         let modes = decided.verdict.findings.iter().map(|finding| match finding.mode {
             None => 0,
@@ -150,6 +168,12 @@ impl Service {
         (counts.no_pool_known.load(Ordering::Relaxed), counts.no_pool_unknown.load(Ordering::Relaxed))
     }
 
+    /// Figures of providers that were reported since this replica started: taken over, and ignored.
+    pub fn signal_counts(&self) -> (u64, u64) {
+        let counts = &self.0.counts;
+        (counts.signals_taken.load(Ordering::Relaxed), counts.signals_ignored.load(Ordering::Relaxed))
+    }
+
     /// How much of each limit is used, of all pools.
     pub async fn used_fractions(&self) -> Vec<UsedFraction> {
         let directory = self.0.directory.load_full();
@@ -157,13 +181,15 @@ impl Service {
         for entry in directory.pools_after(None) {
             let dimensions = entry.dimension_keys();
             // A pool that is deleted meanwhile has no usage to show.
-            let Ok(totals) = self.0.ledger.totals(entry.history.created_revision, &dimensions).await else {
+            let (life, connections) = (entry.history.created_revision, &entry.pool.connections);
+            let Ok((at, totals)) = self.0.ledger.totals(life, &dimensions, connections).await else {
                 continue;
             };
-            for (dimension, (consumed, reserved)) in entry.dimensions().iter().zip(totals) {
-                let limit = dimension.limit_steps().map(|per_connection| entry.pool.limit(per_connection));
-                let fraction = admission::used_fraction(dimension.key.unit, limit, consumed + reserved);
-                all.extend(fraction.map(|fraction| UsedFraction {
+            for (dimension, counters) in entry.dimensions().iter().zip(totals) {
+                let bounds = Bounds::of_pool(&entry.pool, dimension);
+                let level = counters.level(dimension.key, bounds.per_connection, at);
+                let used = Used::of(dimension.key.unit, &bounds, &level);
+                all.extend(used.fraction.map(|fraction| UsedFraction {
                     pool: entry.pool.id.clone(),
                     dimension: dimension.key,
                     fraction,

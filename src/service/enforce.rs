@@ -117,6 +117,7 @@ impl Service {
         let charge = Charge::new(
             entry,
             allocation,
+            &call.connection,
             call.model.as_ref(),
             &call.estimate,
             settings.saturation_threshold,

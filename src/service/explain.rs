@@ -31,7 +31,7 @@ struct Sentence<'a> {
 impl<'a> Sentence<'a> {
     fn new(pool: &'a Pool, charge: &'a Charge, reading: &Reading, index: usize) -> Self {
         let check = &charge.checks[index];
-        let level = reading.counters[index].level(check.counter.dimension.window, reading.at);
+        let level = check.level(&reading.counters[index], reading.at);
         Self { pool, charge, check, level }
     }
 
@@ -39,8 +39,7 @@ impl<'a> Sentence<'a> {
         let (pool, key) = (&self.pool.name, &self.charge.api_key);
         let bounds = &self.check.bounds;
         let dimension = self.check.counter.dimension;
-        let key_used = self.level.key_consumed + self.level.key_reserved;
-        let pool_used = self.level.pool_consumed + self.level.pool_reserved;
+        let used = self.check.used(&self.level);
         match reason {
             BlockReason::ExceedsLimit => {
                 let least = [bounds.per_connection, bounds.limit, bounds.cap].into_iter().flatten();
@@ -56,22 +55,31 @@ impl<'a> Sentence<'a> {
             BlockReason::CapAbsolute => {
                 format!(
                     "key {key} has {} in pool {pool:?}{}",
-                    self.used_of(key_used, bounds.cap, "cap"),
+                    self.used_of(used.key, bounds.cap, "cap"),
                     self.asks()
                 )
             }
             BlockReason::ModelCap => {
                 let model = self.check.counter.model.as_ref().map_or("", |model| model.as_str());
-                let used = self.used_of(key_used, bounds.cap, "cap");
+                let used = self.used_of(used.key, bounds.cap, "cap");
                 format!("key {key} has {used} for model {model} in pool {pool:?}{}", self.asks())
             }
             BlockReason::GlobalSaturated => {
-                format!("pool {pool:?} has {}{}", self.used_of(pool_used, bounds.limit, "limit"), self.asks())
+                let outside = match used.external {
+                    0.0 => String::new(),
+                    external => format!(", {} of it outside of this service", self.amount(external)),
+                };
+                let used = self.used_of(used.pool, bounds.limit, "limit");
+                format!("pool {pool:?} has {used}{outside}{}", self.asks())
             }
+            BlockReason::ConnectionSaturated => format!(
+                "the provider says that connection {} of pool {pool:?} has used all of its {dimension}",
+                self.charge.serving,
+            ),
             BlockReason::FairShare => format!(
                 "key {key} has {} in pool {pool:?}, which holds keys to their shares with {} of {} used{}",
-                self.used_of(key_used, bounds.fair_share, "fair share"),
-                self.amount(pool_used),
+                self.used_of(used.key, bounds.fair_share, "fair share"),
+                self.amount(used.pool),
                 self.amount(bounds.limit.unwrap_or_default()),
                 self.asks(),
             ),

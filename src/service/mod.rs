@@ -7,6 +7,7 @@ mod import;
 mod pool_admin;
 mod record;
 mod settings;
+mod signals;
 mod usage;
 
 use std::sync::Arc;
@@ -19,6 +20,7 @@ pub use import::Imported;
 pub use pool_admin::{AdminError, PoolView};
 pub use record::{RecordCall, RecordOutcome};
 pub use settings::{SettingsView, Status};
+pub use signals::{ResponseHeaders, SignalsCall, SignalsOutcome, Utilization};
 pub use usage::{KeyRow, ReservationsPage, UsageCall, UsageView};
 
 use self::counts::Counts;
@@ -41,6 +43,8 @@ pub struct Start {
     pub settings: Settings,
     /// How long idempotency keys and settled reservations are remembered, in ms.
     pub id_life_ms: u64,
+    /// How long a provider's figure without an end is believed, in ms.
+    pub signal_ttl_ms: u64,
     /// A Redis URL is configured.
     pub redis_url_configured: bool,
 }

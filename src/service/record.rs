@@ -1,6 +1,6 @@
 //! What a request cost, and what becomes of its reservation.
 
-use super::{LOOKS_MAX, Service, is_gone};
+use super::{LOOKS_MAX, ResponseHeaders, Service, is_gone};
 use crate::{
     core::{
         charge::counts,
@@ -27,6 +27,8 @@ pub struct RecordCall {
     pub reservation_id: String,
     /// The caller's name for the attempt; may be empty.
     pub idempotency_key: String,
+    /// What the provider's response said.
+    pub headers: ResponseHeaders,
 }
 
 /// What became of a report.
@@ -131,7 +133,14 @@ impl Service {
     ) -> Result<RecordOutcome, LedgerError> {
         let allocation = entry.pool.allocation(call.api_key.as_str());
         let counts = counts(entry, allocation, call.model.as_ref(), &call.cost);
-        let consumption = Consumption { counts, ..consumption };
+        let connection =
+            Some(&call.connection).filter(|connection| entry.pool.connections.contains(connection));
+        let observations = match connection {
+            Some(_) => self.observations(entry, &call.headers),
+            None => Vec::new(),
+        };
+        let connection = connection.cloned();
+        let consumption = Consumption { counts, connection, observations, ..consumption };
         let recorded = self.0.ledger.record(entry.history.created_revision, &consumption).await?;
         Ok(RecordOutcome {
             duplicate: recorded.duplicate,
@@ -153,6 +162,9 @@ impl Service {
         let model = call.model.as_ref().map_or("", Model::as_str);
         Consumption {
             api_key: call.api_key.clone(),
+            connection: None,
+            cost: call.cost,
+            observations: Vec::new(),
             counts: Default::default(),
             reservation,
             idempotency,

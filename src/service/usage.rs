@@ -68,7 +68,8 @@ impl Service {
         let directory = self.0.directory.load_full();
         let entry = Arc::clone(directory.pool(&call.pool)?);
         let life = entry.history.created_revision;
-        let reading = self.0.ledger.usage(life, &entry.dimension_keys(), call.with_samples).await?;
+        let (dimensions, connections) = (entry.dimension_keys(), &entry.pool.connections);
+        let reading = self.0.ledger.usage(life, &dimensions, connections, call.with_samples).await?;
         let (keys, more) = page_of_keys(&entry, &reading, call);
         let settings = self.settings_at(&directory);
         let threshold = entry.pool.saturation_threshold.unwrap_or(settings.saturation_threshold);

@@ -7,10 +7,11 @@ use std::{error::Error, fmt, sync::Arc};
 use async_trait::async_trait;
 
 use crate::core::{
-    admission::Reading,
+    account::{Observation, Unread},
+    admission::{Counters, Reading},
     charge::{Charge, PerCheck},
     directory::{Directory, Write},
-    ids::{ApiKeyId, PoolRevision, ReservationId},
+    ids::{ApiKeyId, ConnectionId, PoolRevision, ReservationId},
     ledger::{
         Consumption, Contradiction, Ended, Enforced, Hold, HoldRequest, Recorded, ReservationState,
         Settlement, UsageReading,
@@ -58,20 +59,31 @@ pub trait Ledger: fmt::Debug + Send + Sync + 'static {
         settles: Settlement,
     ) -> Result<ReservationState, LedgerError>;
 
-    /// What usage shows of `dimensions`, on demand with their samples.
+    /// Reads figures of `connection`, each by itself: for each, why it was not taken.
+    async fn report(
+        &self,
+        pool: PoolRevision,
+        connection: &ConnectionId,
+        seen: &[Observation],
+    ) -> Result<Vec<Result<(), Unread>>, LedgerError>;
+
+    /// What usage shows of `dimensions` and of the accounts of `connections`, on demand with their samples.
     async fn usage(
         &self,
         pool: PoolRevision,
         dimensions: &[DimensionKey],
+        connections: &[ConnectionId],
         with_samples: bool,
     ) -> Result<UsageReading, LedgerError>;
 
-    /// Of the pool: `(consumed, reserved)` in each of `dimensions`.
+    /// Of the whole pool, in each of `dimensions`, what the counters hold now and what is known of the accounts of
+    /// `connections`.
     async fn totals(
         &self,
         pool: PoolRevision,
         dimensions: &[DimensionKey],
-    ) -> Result<PerCheck<(f64, f64)>, LedgerError>;
+        connections: &[ConnectionId],
+    ) -> Result<(Timestamp, PerCheck<Counters>), LedgerError>;
 
     /// Open reservations after `after`, the oldest deadline first, of one key or of all; at most `count`.
     async fn reservations(

@@ -397,7 +397,7 @@ fn same_answer(got: &Verdict, want: &Answer) -> Result<(), TestCaseError> {
     prop_assert_eq!(got.deprioritize(), deprioritize);
     prop_assert_eq!(got.blocked_by, want.blocked_by, "{:?}", want);
     prop_assert_eq!(got.block(), want.blocked_by.and_then(|index| want.opinions[index].block));
-    prop_assert_eq!(got.retry_after_ms(), want.retry_after_ms, "{:?}", want);
+    prop_assert_eq!(got.allowed_after_ms, want.retry_after_ms, "{:?}", want);
     prop_assert_eq!(got.retry_after_ms.as_slice(), &want.waits[..]);
     Ok(())
 }
@@ -519,8 +519,8 @@ fn of_many_reservations_the_last_deadline_may_be_named_but_never_one_too_early()
         let want = model.answer(&call, now.unix_ms());
         let got = player.rig.ask(&call);
         prop_assert_eq!(got.block().is_some(), want.blocked_by.is_some());
-        prop_assert_eq!(got.retry_after_ms().is_some(), want.retry_after_ms.is_some());
-        let (Some(wait_ms), Some(least_ms)) = (got.retry_after_ms(), want.retry_after_ms) else {
+        prop_assert_eq!(got.allowed_after_ms.is_some(), want.retry_after_ms.is_some());
+        let (Some(wait_ms), Some(least_ms)) = (got.allowed_after_ms, want.retry_after_ms) else {
             return Ok(());
         };
         prop_assert!(wait_ms >= least_ms, "{wait_ms} before {least_ms}");

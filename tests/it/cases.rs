@@ -89,6 +89,7 @@ pub(crate) struct Player {
 #[derive(Debug, PartialEq)]
 pub(crate) struct Snapshot {
     usage: UsageReading,
+    totals: Vec<(f64, f64)>,
     seen: Vec<Seen>,
     open: Vec<ReservationId>,
 }
@@ -189,7 +190,10 @@ impl Player {
         });
         let seen = calls.map(|call| self.see(&call)).collect();
         let open = self.rig.ledger.reservations(None, None, usize::MAX, self.rig.now);
-        Snapshot { usage: self.rig.usage(), seen, open: open.into_iter().map(|(id, _)| id).collect() }
+        // Of counters, what they mean: two that hold the same may differ in how they have come to it.
+        let usage = UsageReading { totals: Default::default(), ..self.rig.usage() };
+        let totals = self.rig.totals();
+        Snapshot { usage, totals, seen, open: open.into_iter().map(|(id, _)| id).collect() }
     }
 
     /// A snapshot without rates of consumption: of these a restart keeps the last sample only.
@@ -204,8 +208,7 @@ impl Player {
         let reading = self.rig.reading(call);
         let verdict = Verdict::of(&charge, &reading);
         let levels = charge.checks.iter().zip(&reading.counters);
-        let levels =
-            levels.map(|(check, counters)| counters.level(check.counter.dimension.window, reading.at));
+        let levels = levels.map(|(check, counters)| check.level(counters, reading.at));
         Seen { levels: levels.collect(), releases: reading.releases, verdict }
     }
 }

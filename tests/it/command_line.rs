@@ -45,6 +45,7 @@ async fn check_prints_what_is_in_force_and_no_secret() {
                 QUOTA_SATURATION_THRESHOLD=0.75\n\
                 QUOTA_SOFT_DEPRIORITIZE_FACTOR=0.7\n\
                 QUOTA_CONSUMPTION_RETENTION_DAYS=14\n\
+                QUOTA_SIGNAL_TTL_SECONDS=30\n\
                 QUOTA_ID_LIFE_SECONDS=600\n\
                 # OTLP: traces are exported, metrics are not exported\n";
     assert_eq!((ended.code, ended.stdout.as_str()), (Some(0), want));

@@ -406,7 +406,7 @@ fn a_model_cap_binds_without_a_plan_and_holds_what_it_allows() {
     let id = rig.must_hold(&call, MINUTE_MS);
     let verdict = rig.ask(&call);
     assert_eq!(verdict.block(), Some(BlockReason::ModelCap));
-    assert_eq!(verdict.retry_after_ms(), Some(MINUTE_MS));
+    assert_eq!(verdict.allowed_after_ms, Some(MINUTE_MS));
     // The reservation gives back what it holds though the cap is gone and has come back.
     rig.update_pool(pool(vec![allocation("a", 50.0, "hard")]));
     assert_eq!(rig.ledger.release(id, None, rig.now), Ok(true));
@@ -468,7 +468,7 @@ fn a_clock_that_goes_back_counts_what_lies_ahead_in_the_current_bucket() {
         let standing = rig.now;
         rig.now = Timestamp::from_unix_ms(rig.now.unix_ms() - back_ms);
         let usage = rig.usage();
-        assert_eq!(usage.totals[0].0, consumed, "back by {back_ms}");
+        assert_eq!(rig.totals()[0].0, consumed, "back by {back_ms}");
         assert_eq!(usage.at, if back_ms > 3_600_000 { rig.now } else { standing });
         assert_eq!(rig.of_key("a", hourly()).0, consumed, "back by {back_ms}");
     }

@@ -1,11 +1,14 @@
 //! The promises of the service, asked of it from outside: of the core by its values, of the server over gRPC, of the
 //! program as a process.
 
+mod account_properties;
 mod brute_force;
 mod cases;
+mod codex_hour;
 mod command_line;
 mod contract;
 mod harness;
+mod headers;
 mod hostile_input;
 mod import;
 mod kill;
@@ -19,4 +22,5 @@ mod reservations_outlive;
 mod rule_properties;
 mod scenarios;
 mod sick_disk;
+mod signals;
 mod telemetry;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use quota_share::core::{
+    account::{Observation, Unread},
     admission::{Reading, Reserved, Verdict},
     charge::{self, Charge},
     directory::{Change, Directory, PoolEntry},
@@ -21,8 +22,8 @@ pub(crate) const START: Timestamp = Timestamp::from_unix_ms(1_814_400_000_000);
 /// How long ids are remembered.
 pub(crate) const ID_LIFE_MS: u64 = 600_000;
 
-/// The connection that serves every request.
-const CONNECTION: &str = "c0";
+/// The pool's first connection, which serves requests.
+pub(crate) const CONNECTION: &str = "c0";
 const POOL: &str = "team";
 
 pub(crate) fn cost(unit: Unit, steps: u64) -> Cost {
@@ -107,6 +108,10 @@ pub(crate) type Decided = (Verdict, Option<Reserved>);
 pub(crate) struct Rig {
     pub(crate) ledger: PoolLedger,
     pub(crate) now: Timestamp,
+    /// The connection that serves requests.
+    pub(crate) serving: ConnectionId,
+    /// What comes with the next record.
+    pub(crate) observations: Vec<Observation>,
     directory: Directory,
     drawn: u64,
 }
@@ -116,7 +121,9 @@ impl Rig {
         let mut directory = Directory::default();
         apply(&mut directory, Change::CreatePool(pool));
         let revision = entry(&directory).history.created_revision;
-        let mut rig = Rig { ledger: PoolLedger::new(revision, now), now, directory, drawn: 0 };
+        let ledger = PoolLedger::new(revision, now);
+        let (serving, observations) = (connection(CONNECTION), Vec::new());
+        let mut rig = Rig { ledger, now, serving, observations, directory, drawn: 0 };
         rig.put_plan(plan);
         rig
     }
@@ -145,7 +152,7 @@ impl Rig {
     pub(crate) fn charge(&self, call: &Call) -> Charge {
         let entry = self.entry();
         let allocation = entry.pool.allocation(&call.key).expect("a key of the pool");
-        Charge::new(&entry, allocation, call.model_id().as_ref(), &call.cost, THRESHOLD)
+        Charge::new(&entry, allocation, &self.serving, call.model_id().as_ref(), &call.cost, THRESHOLD)
     }
 
     pub(crate) fn reading(&mut self, call: &Call) -> Reading {
@@ -175,7 +182,7 @@ impl Rig {
         let charge = self.charge(call);
         let wish = HoldRequest {
             random: self.draw(),
-            connection: connection(),
+            connection: self.serving.clone(),
             model: call.model_id(),
             reserve_for_ms,
             request_id: request_id.to_owned(),
@@ -202,6 +209,9 @@ impl Rig {
         let allocation = entry.pool.allocation(&call.key);
         let consumption = Consumption {
             api_key: key(&call.key),
+            connection: Some(self.serving.clone()),
+            cost: call.cost,
+            observations: std::mem::take(&mut self.observations),
             counts: charge::counts(&entry, allocation, call.model_id().as_ref(), &call.cost),
             reservation: Some(reservation).filter(|text| !text.is_empty()).map(|text| Settlement {
                 call: CallId::of_reservation_id(text),
@@ -210,7 +220,7 @@ impl Rig {
             }),
             idempotency: Some(idempotency_key)
                 .filter(|text| !text.is_empty())
-                .map(|text| CallId::of_idempotency_key(&connection(), text)),
+                .map(|text| CallId::of_idempotency_key(&self.serving, text)),
             fingerprint: call.fingerprint(),
             id_life_ms: ID_LIFE_MS,
         };
@@ -219,18 +229,33 @@ impl Rig {
 
     /// Usage of all dimensions of the plan.
     pub(crate) fn usage(&mut self) -> UsageReading {
+        let entry = self.entry();
+        self.ledger.usage(&entry.dimension_keys(), &entry.pool.connections, false, self.now)
+    }
+
+    /// `(consumed, reserved)` of the pool in each dimension of the plan.
+    pub(crate) fn totals(&mut self) -> Vec<(f64, f64)> {
         let dimensions = self.entry().dimension_keys();
-        self.ledger.usage(&dimensions, false, self.now)
+        dimensions.into_iter().map(|dimension| self.total(dimension)).collect()
     }
 
     /// `(consumed, reserved)` of the pool in one dimension.
     pub(crate) fn total(&mut self, dimension: DimensionKey) -> (f64, f64) {
-        self.ledger.usage(&[dimension], false, self.now).totals[0]
+        let entry = self.entry();
+        let (at, counters) = self.ledger.totals(&[dimension], &entry.pool.connections, self.now);
+        let level = counters[0].level(dimension, None, at);
+        (level.pool_consumed, level.pool_reserved)
+    }
+
+    /// What a provider says of the serving connection: for each figure, why it was not taken.
+    pub(crate) fn report(&mut self, seen: &[Observation]) -> Vec<Result<(), Unread>> {
+        self.ledger.report(&self.serving, seen, self.now)
     }
 
     /// `(consumed, reserved)` of a key in one dimension.
     pub(crate) fn of_key(&mut self, text: &str, dimension: DimensionKey) -> (f64, f64) {
-        let usage = self.ledger.usage(&[dimension], false, self.now);
+        let connections = Arc::clone(&self.entry().pool.connections);
+        let usage = self.ledger.usage(&[dimension], &connections, false, self.now);
         usage.keys.get(&key(text)).map_or((0.0, 0.0), |seen| seen[0])
     }
 
@@ -247,8 +272,8 @@ impl Rig {
     }
 }
 
-fn connection() -> ConnectionId {
-    ConnectionId::parse("connection_id", CONNECTION).expect("a connection")
+pub(crate) fn connection(text: &str) -> ConnectionId {
+    ConnectionId::parse("connection_id", text).expect("a connection")
 }
 
 fn entry(directory: &Directory) -> Arc<PoolEntry> {

@@ -101,10 +101,13 @@ fn judge_row(row: &Value, allocation: &Value, terms: &Terms) -> Finding {
         limit: Some(limit),
         cap: allocation["cap_value"].as_f64().filter(|_| cap_applies),
         fair_share: Some(number(&allocation["weight"]) * limit / 100.0),
+        owner_reserve: 0.0,
     };
     let used = Used {
         key: number(&row["consumed_by_key"]),
         pool: number(&row["consumed_total"]),
+        external: 0.0,
+        connection_saturated: false,
         fraction: Some(number(&row["global_used_fraction"])),
     };
     judge(&bounds, false, 0.0, terms, &used)

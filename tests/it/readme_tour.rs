@@ -19,8 +19,16 @@ fn blocks(section: &str) -> Vec<(&str, &str)> {
 
 /// Instants, waits and names that are drawn differ from run to run; the rest does not.
 fn comparable(output: &str) -> String {
-    const VARYING: [&str; 6] =
-        ["createdAt", "updatedAt", "generatedAt", "Deadline", "xpiresAt", "reservationId"];
+    const VARYING: [&str; 8] = [
+        "createdAt",
+        "updatedAt",
+        "generatedAt",
+        "observedAt",
+        "resetsAt",
+        "Deadline",
+        "xpiresAt",
+        "reservationId",
+    ];
     let lines = output.lines().map(|line| match line.split_once("\": ") {
         Some((name, _)) if VARYING.iter().any(|varying| name.ends_with(varying)) => name.trim().to_owned(),
         Some((name, _)) if name.ends_with("retryAfter") => name.trim().to_owned(),
@@ -31,10 +39,20 @@ fn comparable(output: &str) -> String {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_tour_prints_what_the_readme_shows() {
+    prints_what_it_shows("A tour with grpcurl", 10).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_example_of_a_percent_plan_prints_what_the_readme_shows() {
+    prints_what_it_shows("Percent plans, and what providers say", 3).await;
+}
+
+/// Runs the commands of a section, of which there are some.
+async fn prints_what_it_shows(title: &str, commands_min: usize) {
     let Some(grpcurl) = tool("grpcurl") else { return };
     let server = TestServer::start().await;
     let address = server.address().to_string();
-    let (_, tour) = README.split_once("\n## A tour with grpcurl").expect("there is a tour");
+    let (_, tour) = README.split_once(&format!("\n## {title}\n")).expect("there is such a section");
     let (tour, _) = tour.split_once("\n## ").expect("something follows it");
     let mut commands: Vec<(&str, &str)> = Vec::new();
     for (language, text) in blocks(tour) {
@@ -43,7 +61,7 @@ async fn the_tour_prints_what_the_readme_shows() {
             _ => commands.last_mut().expect("output follows a command").1 = text,
         }
     }
-    assert!(commands.len() >= 10, "{} commands", commands.len());
+    assert!(commands.len() >= commands_min, "{} commands", commands.len());
 
     // One shell for all: later commands use what earlier ones have set.
     let folder = tempfile::tempdir().expect("a temporary folder");

@@ -145,7 +145,7 @@ fn a_blocked_request_is_blocked_until_retry_after_and_allowed_at_it() {
         let mut player = case.played();
         let question = player.question(&case);
         let verdict = player.rig.ask(&question);
-        match verdict.retry_after_ms() {
+        match verdict.allowed_after_ms {
             Some(wait_ms) => {
                 prop_assert!(wait_ms >= 1);
                 prop_assert!(player.rig.ask_after(&question, wait_ms - 1).block().is_some());
@@ -275,15 +275,15 @@ fn a_clock_that_goes_back_further_is_believed_and_loses_nothing_that_is_held() {
     for_all(CASES, (any_case(MIXED), CLOCK_STEP_MS + 1..WEEK_MS), |(case, back_ms)| {
         let mut player = case.played();
         let open = player.rig.usage();
-        let reserved: Vec<f64> = open.totals.iter().map(|(_, reserved)| *reserved).collect();
+        let (consumed, reserved): (Vec<f64>, Vec<f64>) = player.rig.totals().into_iter().unzip();
         player.rig.now = Timestamp::from_unix_ms(player.rig.now.unix_ms() - back_ms);
         let after = player.rig.usage();
         prop_assert_eq!(after.at, player.rig.now);
         prop_assert_eq!(after.open_reservations, open.open_reservations);
-        let kept: Vec<f64> = after.totals.iter().map(|(_, reserved)| *reserved).collect();
+        let (seen, kept): (Vec<f64>, Vec<f64>) = player.rig.totals().into_iter().unzip();
         prop_assert_eq!(kept, reserved);
         // What was recorded just before is in view, none of it faded further than before.
-        for ((consumed, _), (seen, _)) in open.totals.iter().zip(&after.totals) {
+        for (consumed, seen) in consumed.iter().zip(&seen) {
             prop_assert!(seen >= consumed, "{seen} of {consumed}");
         }
         player.rig.wait(RESERVE_MS_MAX);
@@ -315,12 +315,12 @@ fn everybody(player: &Player, case: &Case) -> Vec<Call> {
 
 fn keys_sum_to_total(rig: &mut Rig) -> Result<(), TestCaseError> {
     let usage = rig.usage();
-    for (index, (consumed, reserved)) in usage.totals.iter().enumerate() {
+    for (index, (consumed, reserved)) in rig.totals().into_iter().enumerate() {
         let of_keys =
             |part: fn(&(f64, f64)) -> f64| usage.keys.values().map(|seen| part(&seen[index])).sum::<f64>();
         let sum = of_keys(|seen| seen.0);
         prop_assert!((sum - consumed).abs() <= 1e-9 * consumed.abs(), "keys {sum}, pool {consumed}");
-        prop_assert_eq!(of_keys(|seen| seen.1), *reserved);
+        prop_assert_eq!(of_keys(|seen| seen.1), reserved);
     }
     Ok(())
 }

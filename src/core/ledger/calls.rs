@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
 use crate::core::{
-    admission::{Reading, Reserved},
+    account::{AccountChange, Observation},
+    admission::{Counters, Reading, Reserved},
     burn_rate::{BurnRate, Sample},
     charge::{CounterKey, PerCheck},
     ids::{ApiKeyId, CallId, ConnectionId, Fingerprint, Model, ReservationId},
@@ -91,6 +92,12 @@ pub struct Enforced {
 pub struct Consumption {
     /// Whose.
     pub api_key: ApiKeyId,
+    /// Which connection served the request, if the pool has it.
+    pub connection: Option<ConnectionId>,
+    /// What it cost.
+    pub cost: Cost,
+    /// What the provider said of the connection's account in its response.
+    pub observations: Vec<Observation>,
     /// Which counters, and how much of each.
     pub counts: PerCheck<(CounterKey, Amount)>,
     /// The reservation that it settles.
@@ -178,6 +185,8 @@ pub enum Change {
         /// The rate after.
         after: BurnRate,
     },
+    /// What is known of an account differs.
+    Account(Box<AccountChange>),
     /// A counted call is remembered.
     Record(CallId, RecordMemory),
     /// A request id is remembered.
@@ -189,8 +198,10 @@ pub enum Change {
 pub struct UsageReading {
     /// When it was read, by the ledger's clock.
     pub at: Timestamp,
-    /// Of the pool: `(consumed, reserved)` by dimension.
-    pub totals: PerCheck<(f64, f64)>,
+    /// Of the pool, by dimension.
+    pub totals: PerCheck<Counters>,
+    /// What providers have said, by dimension and in the order of the pool's connections.
+    pub accounts: PerCheck<Vec<AccountUsage>>,
     /// Of the pool, by dimension: how fast it is consumed.
     pub rates: PerCheck<BurnRate>,
     /// Of the pool, by dimension: the samples since the process started, the oldest first; empty unless asked for.
@@ -201,6 +212,25 @@ pub struct UsageReading {
     pub open_reservations: usize,
     /// The first deadline among them.
     pub oldest_deadline: Option<Timestamp>,
+}
+
+/// What usage shows of one account.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AccountUsage {
+    /// Whose account.
+    pub connection: ConnectionId,
+    /// The used fraction of its limit, by the provider.
+    pub fraction: f64,
+    /// When the figure ends, if the provider has said so.
+    pub ends_at: Option<Timestamp>,
+    /// When it was true.
+    pub observed_at: Timestamp,
+    /// It is believed now.
+    pub fresh: bool,
+    /// PERCENT: what nobody here explains, in steps.
+    pub external: u64,
+    /// What the keys have used of it: attributed, or counted in the provider's window.
+    pub parts: u64,
 }
 
 /// How much a ledger keeps, and what has ended in it.

@@ -3,25 +3,27 @@
 //!
 //! Every effect is a [`Change`]: a driver makes it durable, or takes it back with [`PoolLedger::revert`].
 
+mod accounts;
 mod calls;
+mod reading;
 
 use std::{collections::BTreeMap, sync::Arc};
 
 use hashbrown::HashMap;
 
 pub use self::calls::{
-    CLOCK_STEP_MS, Change, Consumption, Contradiction, Ended, Enforced, Hold, HoldRequest, ID_LIFE_MS_MAX,
-    RESERVE_MS_MAX, Recorded, ReservationState, Settlement, Size, UsageReading,
+    AccountUsage, CLOCK_STEP_MS, Change, Consumption, Contradiction, Ended, Enforced, Hold, HoldRequest,
+    ID_LIFE_MS_MAX, RESERVE_MS_MAX, Recorded, ReservationState, Settlement, Size, UsageReading,
 };
 use super::{
-    admission::{Counter, Counters, Reading, Release, Reserved},
+    account::Account,
+    admission::{Counter, Reserved},
     burn_rate::Sampler,
-    charge::{Charge, CounterKey, PerCheck},
-    ids::{ApiKeyId, CallId, PoolRevision, ReservationId},
+    charge::{Charge, CounterKey},
+    ids::{ApiKeyId, CallId, ConnectionId, PoolRevision, ReservationId},
     memory::{Memories, RecordMemory, RequestMemory},
     plan::DimensionKey,
     pool::ModelCapKey,
-    retry_after::DEADLINES_FOLLOWED_MAX,
     units::{Amount, Timestamp},
     window::SlidingCounter,
 };
@@ -50,6 +52,9 @@ pub struct PoolLedger {
     /// Every dimension that was ever counted here and has not aged out.
     dimensions: Vec<PoolDimension>,
     keys: HashMap<ApiKeyId, KeyCounters>,
+    accounts: BTreeMap<DimensionKey, BTreeMap<ConnectionId, Account>>,
+    /// The first end of a provider's window, or earlier.
+    next_window_end: Option<Timestamp>,
     holds: HashMap<[u8; 12], Arc<Hold>>,
     by_deadline: BTreeMap<(Timestamp, [u8; 12]), Arc<Hold>>,
     records: Memories<RecordMemory>,
@@ -66,6 +71,8 @@ impl PoolLedger {
             now,
             dimensions: Vec::new(),
             keys: HashMap::new(),
+            accounts: BTreeMap::new(),
+            next_window_end: None,
             holds: HashMap::new(),
             by_deadline: BTreeMap::new(),
             records: Memories::default(),
@@ -90,6 +97,7 @@ impl PoolLedger {
             Change::Held(random, hold) => self.hold(random, &hold),
             Change::Freed(random, _) => drop(self.free(&random)),
             Change::Sampled { dimension, after, .. } => self.dimension_mut(dimension).sampler.restore(after),
+            Change::Account(change) => self.put_account(*change),
             Change::Record(call, memory) => {
                 let latest = self.now.plus_ms(RESERVE_MS_MAX + ID_LIFE_MS_MAX);
                 self.records.insert(call, RecordMemory { ends_at: memory.ends_at.min(latest), ..memory });
@@ -120,6 +128,7 @@ impl PoolLedger {
                 Change::Sampled { dimension, before, .. } => {
                     self.dimension_mut(dimension).sampler.unsample(before);
                 }
+                Change::Account(change) => self.revert_account(*change),
                 Change::Held(random, _) => drop(self.free(&random)),
                 Change::Freed(random, hold) => self.hold(random, &hold),
                 Change::Record(call, _) => self.records.remove(&call),
@@ -135,12 +144,6 @@ impl PoolLedger {
             remembered_ids: (self.records.len() + self.requests.len()) as u64,
             ended: self.ended,
         }
-    }
-
-    /// Reads what `charge` needs, without any effect.
-    pub fn check(&mut self, charge: &Charge, clock: Timestamp) -> Reading {
-        self.advance(clock);
-        self.read(charge)
     }
 
     /// Decides on `charge` and, if it passes (or is for show only), holds its estimates.
@@ -199,10 +202,18 @@ impl PoolLedger {
         if !duplicate {
             for (counter, amount) in &consumption.counts {
                 self.consume(&consumption.api_key, counter, *amount);
-                if counter.model.is_none() {
-                    self.sample(counter.dimension);
-                }
             }
+            self.record_on_accounts(consumption);
+        }
+        if let Some(connection) = &consumption.connection {
+            for seen in &consumption.observations {
+                // A record is answered whatever became of the figures that came with it.
+                let _ = self.observe(connection, seen);
+            }
+        }
+        if !duplicate {
+            let dimensions = consumption.counts.iter().filter(|(counter, _)| counter.model.is_none());
+            dimensions.for_each(|(counter, _)| self.sample(counter.dimension));
         }
         let remembered_until = self.now.plus_ms(consumption.id_life_ms);
         let memory = |ends_at| RecordMemory { fingerprint: consumption.fingerprint, ends_at, late };
@@ -254,20 +265,29 @@ impl PoolLedger {
     /// Sets what is recorded to zero: of one key or of all, in one dimension or, model caps included, in all.
     pub fn reset(&mut self, api_key: Option<&ApiKeyId>, dimension: Option<DimensionKey>, clock: Timestamp) {
         self.advance(clock);
-        let mut removed = Vec::new();
         let meant = |key: &ApiKeyId| api_key.is_none_or(|only| only == key);
+        self.remove_consumed(&meant, dimension, dimension.is_none());
+        self.forget_accounts(api_key, dimension);
+    }
+
+    /// Takes what is recorded out of the counters of keys that are meant: of one dimension or of all, and of model caps.
+    fn remove_consumed(
+        &mut self,
+        meant: &dyn Fn(&ApiKeyId) -> bool,
+        dimension: Option<DimensionKey>,
+        models: bool,
+    ) {
+        let mut removed = Vec::new();
         for (key, counters) in self.keys.iter().filter(|(key, _)| meant(key)) {
             let plan = self.dimensions.iter().zip(&counters.dimensions);
             let plan = plan.map(|(dimension, counter)| (CounterKey::from(dimension.key), counter));
-            let models = counters.models.iter().filter(|_| dimension.is_none());
+            let plan = plan.filter(|(key, _)| dimension.is_none_or(|only| only == key.dimension));
+            let models = counters.models.iter().filter(|_| models);
             let models = models.map(|(cap, counter)| (CounterKey::from(cap), counter));
             for (counter_key, counter) in plan.chain(models) {
-                if dimension.is_none_or(|only| only == counter_key.dimension) {
-                    let held = counter.consumed.held().into_iter().filter(|(_, amount)| *amount > 0);
-                    removed.extend(
-                        held.map(|(bucket, amount)| (key.clone(), counter_key.clone(), bucket, amount)),
-                    );
-                }
+                let held = counter.consumed.held().into_iter().filter(|(_, amount)| *amount > 0);
+                removed
+                    .extend(held.map(|(bucket, amount)| (key.clone(), counter_key.clone(), bucket, amount)));
             }
         }
         for (key, counter, bucket, amount) in removed {
@@ -275,80 +295,10 @@ impl PoolLedger {
         }
     }
 
-    /// Of the pool: `(consumed, reserved)` in each of `dimensions`.
-    pub fn totals(&mut self, dimensions: &[DimensionKey], clock: Timestamp) -> PerCheck<(f64, f64)> {
-        self.advance(clock);
-        let total = |key: &DimensionKey| {
-            let total =
-                self.position(*key).map(|position| self.dimensions[position].total).unwrap_or_default();
-            (total.consumed.at(key.window, self.now), total.reserved as f64)
-        };
-        dimensions.iter().map(total).collect()
-    }
-
-    /// What usage shows of `dimensions`, on demand with their samples.
-    pub fn usage(
-        &mut self,
-        dimensions: &[DimensionKey],
-        with_samples: bool,
-        clock: Timestamp,
-    ) -> UsageReading {
-        self.advance(clock);
-        let positions: PerCheck<Option<usize>> = dimensions.iter().map(|key| self.position(*key)).collect();
-        let seen = |counter: &Counter, dimension: &DimensionKey| {
-            (counter.consumed.at(dimension.window, self.now), counter.reserved as f64)
-        };
-        let of = |counters: &dyn Fn(usize) -> Option<Counter>| -> PerCheck<(f64, f64)> {
-            let counters = positions.iter().map(|position| position.and_then(counters).unwrap_or_default());
-            counters.zip(dimensions).map(|(counter, dimension)| seen(&counter, dimension)).collect()
-        };
-        let totals = of(&|position| Some(self.dimensions[position].total));
-        let samplers =
-            || positions.iter().map(|position| position.map(|position| &self.dimensions[position].sampler));
-        let rates =
-            samplers().map(|sampler| sampler.map(|sampler| sampler.rate_at(self.now)).unwrap_or_default());
-        let samples = samplers().map(|sampler| {
-            sampler
-                .filter(|_| with_samples)
-                .map(|sampler| sampler.history().copied().collect())
-                .unwrap_or_default()
-        });
-        let keys = self.keys.iter().filter_map(|(key, counters)| {
-            let seen = of(&|position| counters.dimensions.get(position).copied());
-            let in_use = seen.iter().any(|(consumed, reserved)| *consumed > 0.0 || *reserved > 0.0);
-            in_use.then(|| (key.clone(), seen))
-        });
-        UsageReading {
-            at: self.now,
-            totals,
-            rates: rates.collect(),
-            samples: samples.collect(),
-            keys: keys.collect(),
-            open_reservations: self.holds.len(),
-            oldest_deadline: self.by_deadline.keys().next().map(|(deadline, _)| *deadline),
-        }
-    }
-
-    /// Open reservations after `(deadline, name)`, the oldest deadline first, of one key or of all; at most `count`.
-    pub fn reservations(
-        &mut self,
-        after: Option<(Timestamp, [u8; 12])>,
-        api_key: Option<&ApiKeyId>,
-        count: usize,
-        clock: Timestamp,
-    ) -> Vec<(ReservationId, Arc<Hold>)> {
-        use std::ops::Bound::{Excluded, Unbounded};
-        self.advance(clock);
-        let open = self.by_deadline.range((after.map_or(Unbounded, Excluded), Unbounded));
-        open.filter(|(_, hold)| api_key.is_none_or(|key| *key == hold.api_key))
-            .take(count)
-            .map(|((_, random), hold)| (ReservationId { pool: self.pool, random: *random }, Arc::clone(hold)))
-            .collect()
-    }
-
     /// Drops keys and dimensions whose counters have aged out.
     pub fn compact(&mut self, clock: Timestamp) {
         self.advance(clock);
+        self.forget_idle_accounts();
         let now = self.now;
         let idle = |counter: &Counter, dimension: &DimensionKey| {
             counter.reserved == 0 && counter.consumed.is_spent(dimension.window.bucket(now))
@@ -387,6 +337,9 @@ impl PoolLedger {
             let hold = Arc::clone(hold);
             self.give_back(random, &hold);
             self.ended.expired += 1;
+        }
+        if self.next_window_end.is_some_and(|end| end <= self.now) {
+            self.end_windows();
         }
         self.records.expire(self.now);
         self.requests.expire(self.now);
@@ -434,61 +387,16 @@ impl PoolLedger {
             self.hold(random, &hold);
             self.changes.push(Change::Held(random, hold));
         }
+        self.forget_accounts(None, None);
         self.requests.cut(until, latest_deadline);
         self.records.cut(until, latest_deadline.plus_ms(ID_LIFE_MS_MAX));
-    }
-
-    /// What the counters of `charge` hold. Open reservations are looked through only where a wait will be asked for.
-    fn read(&self, charge: &Charge) -> Reading {
-        let key = self.keys.get(&charge.api_key);
-        let counters = charge.checks.iter().map(|check| self.counters(key, &check.counter)).collect();
-        let mut reading = Reading { at: self.now, counters, releases: Vec::new() };
-        if charge.findings(&reading).iter().any(|finding| finding.block.is_some()) {
-            reading.releases = self.releases(charge, &reading);
-        }
-        reading
-    }
-
-    fn counters(&self, key: Option<&KeyCounters>, counter: &CounterKey) -> Counters {
-        if let Some(model) = &counter.model {
-            let models = key.map_or(&[][..], |key| &key.models);
-            let own =
-                models.iter().find(|(cap, _)| cap.model == *model && cap.dimension == counter.dimension);
-            return Counters {
-                key: own.map_or_else(Counter::default, |(_, own)| *own),
-                pool: Counter::default(),
-            };
-        }
-        let Some(position) = self.position(counter.dimension) else { return Counters::default() };
-        let own = key.and_then(|key| key.dimensions.get(position)).copied();
-        Counters { key: own.unwrap_or_default(), pool: self.dimensions[position].total }
-    }
-
-    fn releases(&self, charge: &Charge, reading: &Reading) -> Vec<Release> {
-        let mut releases: Vec<Release> = Vec::new();
-        for ((deadline, _), hold) in self.by_deadline.iter().take(DEADLINES_FOLLOWED_MAX) {
-            let own = hold.api_key == charge.api_key;
-            let held = charge.checks.iter().map(|check| {
-                let steps = hold.on(&check.counter);
-                (if own { steps } else { 0 }, steps)
-            });
-            releases.push(Release { deadline: *deadline, held: held.collect() });
-        }
-        if self.by_deadline.len() > DEADLINES_FOLLOWED_MAX
-            && let Some((&(deadline, _), _)) = self.by_deadline.last_key_value()
-        {
-            let held =
-                reading.counters.iter().map(|counters| (counters.key.reserved, counters.pool.reserved));
-            releases.push(Release { deadline, held: held.collect() });
-        }
-        releases
     }
 
     fn hold_for(&self, charge: &Charge, wish: HoldRequest, deadline: Timestamp) -> Hold {
         let key = self.keys.get(&charge.api_key);
         let amounts = charge.checks.iter().filter_map(|check| {
-            let counters = self.counters(key, &check.counter);
-            let steps = check.estimate.room_on(counters.pool.reserved.max(counters.key.reserved));
+            let (own, total) = self.counters(key, &check.counter);
+            let steps = check.estimate.room_on(total.reserved.max(own.reserved));
             (steps > 0).then(|| (check.counter.clone(), steps))
         });
         Hold {

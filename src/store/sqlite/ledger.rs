@@ -24,10 +24,11 @@ use super::{
 use crate::{
     clock::Clock,
     core::{
-        admission::Reading,
+        account::{Observation, Unread},
+        admission::{Counters, Reading},
         charge::{Charge, PerCheck},
         directory::Directory,
-        ids::{ApiKeyId, PoolRevision, ReservationId},
+        ids::{ApiKeyId, ConnectionId, PoolRevision, ReservationId},
         ledger::{
             CLOCK_STEP_MS, Change, Consumption, Contradiction, Ended, Enforced, Hold, HoldRequest,
             PoolLedger, Recorded, ReservationState, Settlement, Size, UsageReading,
@@ -440,21 +441,32 @@ impl Ledger for SqliteLedger {
         self.write(pool, |ledger, now| ledger.reservation(consumption, settles, now), |_| true).await
     }
 
+    async fn report(
+        &self,
+        pool: PoolRevision,
+        connection: &ConnectionId,
+        seen: &[Observation],
+    ) -> Result<Vec<Result<(), Unread>>, LedgerError> {
+        self.write(pool, |ledger, now| Ok(ledger.report(connection, seen, now)), |_| true).await
+    }
+
     async fn usage(
         &self,
         pool: PoolRevision,
         dimensions: &[DimensionKey],
+        connections: &[ConnectionId],
         with_samples: bool,
     ) -> Result<UsageReading, LedgerError> {
-        self.read(pool, |ledger, now| ledger.usage(dimensions, with_samples, now))
+        self.read(pool, |ledger, now| ledger.usage(dimensions, connections, with_samples, now))
     }
 
     async fn totals(
         &self,
         pool: PoolRevision,
         dimensions: &[DimensionKey],
-    ) -> Result<PerCheck<(f64, f64)>, LedgerError> {
-        self.read(pool, |ledger, now| ledger.totals(dimensions, now))
+        connections: &[ConnectionId],
+    ) -> Result<(Timestamp, PerCheck<Counters>), LedgerError> {
+        self.read(pool, |ledger, now| ledger.totals(dimensions, connections, now))
     }
 
     async fn reservations(

@@ -11,6 +11,7 @@ use super::{
 };
 use crate::{
     core::{
+        account::{AccountChange, AccountKey, Share},
         burn_rate::{BurnRate, Sample},
         charge::CounterKey,
         ids::{ApiKeyId, ConnectionId, Model, PoolRevision, ReservationId},
@@ -49,6 +50,13 @@ pub(super) async fn read(
     for row in &rows {
         let (pool, change) = read_rate(row)?;
         restore(pool, change);
+    }
+    for statement in ["SELECT *, '' AS api_key_id FROM accounts", "SELECT * FROM account_shares"] {
+        let rows = sqlx::query(statement).fetch_all(connection).await.map_err(&failed)?;
+        for row in &rows {
+            let (pool, change) = read_account(row)?;
+            restore(pool, change);
+        }
     }
     let rows = sqlx::query("SELECT * FROM reservations WHERE expires_ms > ?1")
         .bind(now.unix_ms() as i64)
@@ -122,6 +130,30 @@ fn read_rate(row: &SqliteRow) -> Result<(PoolRevision, Change), StoreError> {
     let steps_per_second = column(row, "steps_per_second")?;
     let after = BurnRate { steps_per_second, last: Some(Sample { at, cumulative }) };
     Ok((pool, Change::Sampled { dimension, before: BurnRate::default(), after }))
+}
+
+/// What is known of an account as a whole or, with a key, that key's part.
+fn read_account(row: &SqliteRow) -> Result<(PoolRevision, Change), StoreError> {
+    let pool = PoolRevision(unsigned("pool", column(row, "pool")?)?);
+    let dimension = DimensionKey {
+        unit: read_unit(column(row, "unit")?)?,
+        window: read_window(column(row, "window_ms")?)?,
+    };
+    let connection =
+        ConnectionId::parse("connection_id", column(row, "connection_id")?).map_err(not_an_id)?;
+    let state: &str = column(row, "state")?;
+    let unreadable = |error: serde_json::Error| corrupt("accounts.state", state, error.to_string());
+    let account = AccountKey { connection, dimension };
+    let mut change = AccountChange { account, before: None, after: None, shares: Vec::new(), risen: 0 };
+    match column(row, "api_key_id")? {
+        "" => change.after = Some(serde_json::from_str(state).map_err(unreadable)?),
+        key => {
+            let key = ApiKeyId::parse("api_key_id", key).map_err(not_an_id)?;
+            let share = serde_json::from_str(state).map_err(unreadable)?;
+            change.shares.push((key, Share::default(), share));
+        }
+    }
+    Ok((pool, Change::Account(Box::new(change))))
 }
 
 fn read_reservation(row: &SqliteRow) -> Result<(PoolRevision, Change), StoreError> {

@@ -197,9 +197,9 @@ impl Log {
 const COMMIT: &str = concat!(
     "BEGIN IMMEDIATE;",
     write_rows!(),
-    "INSERT INTO log (seq, changes) SELECT $8, $9 WHERE $9 IS NOT NULL;
-     UPDATE service SET folded_to = $10, folding_to = $11, folding_rows = $12, last_seen_ms = $13;
-     DELETE FROM log WHERE seq <= $14;
+    "INSERT INTO log (seq, changes) SELECT $10, $11 WHERE $11 IS NOT NULL;
+     UPDATE service SET folded_to = $12, folding_to = $13, folding_rows = $14, last_seen_ms = $15;
+     DELETE FROM log WHERE seq <= $16;
      COMMIT;"
 );
 
@@ -264,6 +264,7 @@ mod tests {
     use super::*;
     use crate::{
         core::{
+            account::{AccountChange, AccountKey, Head, Share},
             burn_rate::{BurnRate, Sample},
             charge::CounterKey,
             ids::{ApiKeyId, CallId, ConnectionId, Fingerprint},
@@ -301,6 +302,10 @@ mod tests {
         Free(u8),
         Sample,
         Remember(u8),
+        /// A key gets another part of an account, or none.
+        Part(usize, u64),
+        /// Nothing is known of the account any more.
+        Forget,
     }
 
     fn any_step() -> impl Strategy<Value = Step> {
@@ -312,6 +317,8 @@ mod tests {
             3 => (0..6u8).prop_map(Op::Free),
             1 => Just(Op::Sample),
             1 => any::<u8>().prop_map(Op::Remember),
+            2 => (0..4usize, 0..3u64).prop_map(|(key, part)| Op::Part(key, part)),
+            1 => Just(Op::Forget),
         ];
         prop_oneof![
             4 => prop::collection::vec(op, 1..6).prop_map(Step::Commit),
@@ -327,6 +334,8 @@ mod tests {
         open: BTreeMap<u8, Timestamp>,
         sampled: u64,
         remembered: BTreeSet<u8>,
+        account: Option<u64>,
+        parts: BTreeMap<String, u64>,
     }
 
     impl Truth {
@@ -359,8 +368,37 @@ mod tests {
                     };
                     vec![Change::Record(CallId([*id; 16]), memory)]
                 }
+                Op::Part(key, part) => {
+                    let before = self.parts.insert(name(key), *part).unwrap_or_default();
+                    self.parts.retain(|_, part| *part > 0);
+                    vec![self.account(vec![(name(key), before, *part)])]
+                }
+                Op::Forget => {
+                    let parts = std::mem::take(&mut self.parts);
+                    let change = self.account(parts.into_iter().map(|(key, part)| (key, part, 0)).collect());
+                    self.account = None;
+                    let Change::Account(mut change) = change else { unreachable!() };
+                    change.after = None;
+                    vec![Change::Account(change)]
+                }
                 Op::Hold(_) | Op::Move(_) | Op::Free(_) | Op::Remember(_) => Vec::new(),
             }
+        }
+
+        fn account(&mut self, shares: Vec<(String, u64, u64)>) -> Change {
+            let parts = self.parts.values().sum();
+            self.account = Some(parts);
+            let shares = shares.into_iter().map(|(key, before, after)| {
+                (ApiKeyId::parse("key", &key).unwrap(), Share::of(before), Share::of(after))
+            });
+            let connection = ConnectionId::parse("connection", "c").unwrap();
+            Change::Account(Box::new(AccountChange {
+                account: AccountKey { connection, dimension: DIMENSION },
+                before: None,
+                after: Some(Head { parts, ..Head::default() }),
+                shares: shares.collect(),
+                risen: 0,
+            }))
         }
 
         fn consume(&mut self, key: String, delta: i64) -> Vec<Change> {
@@ -402,6 +440,11 @@ mod tests {
             }
             Change::Held(random, hold) => drop(found.open.insert(random[0], hold.deadline)),
             Change::Sampled { after, .. } => found.sampled = after.last.unwrap().cumulative,
+            Change::Account(change) => {
+                found.account = change.after.map(|head| head.parts).or(found.account);
+                let shares = change.shares.into_iter();
+                found.parts.extend(shares.map(|(key, _, share)| (key.to_string(), share.part)));
+            }
             Change::Record(call, _) if !found.remembered.insert(call.0[0]) => twice = Some(call),
             _ => {}
         })

@@ -7,6 +7,7 @@ use serde::Serialize;
 use sqlx::{Sqlite, query::Query, sqlite::SqliteArguments};
 
 use crate::core::{
+    account::{AccountChange, AccountKey, Head, Share},
     burn_rate::{BurnRate, Sample},
     charge::CounterKey,
     ids::{ApiKeyId, CallId, Fingerprint, Model, PoolRevision, ReservationId},
@@ -41,6 +42,9 @@ pub(super) struct Rows {
     consumption: HashMap<ConsumptionKey, i64>,
     reservations: HashMap<ReservationId, Reservation>,
     rates: HashMap<(PoolRevision, DimensionKey), BurnRate>,
+    /// `None`: nothing is known any more.
+    accounts: HashMap<(PoolRevision, AccountKey), Option<Head>>,
+    shares: HashMap<(PoolRevision, AccountKey, ApiKeyId), Share>,
     /// Packed calls by the slice in which they end.
     calls: BTreeMap<u64, Vec<u8>>,
 }
@@ -65,6 +69,10 @@ pub(super) enum RowWrite {
     Reservation(ReservationId, Option<Arc<Hold>>),
     /// Replaces a rate.
     Rate(PoolRevision, DimensionKey, BurnRate),
+    /// Replaces what is known of an account, or deletes it.
+    Account(PoolRevision, AccountKey, Option<Head>),
+    /// Replaces a key's part of it; deletes one that is all zero.
+    Share(PoolRevision, AccountKey, ApiKeyId, Share),
     /// Adds packed calls that end in a slice.
     Calls(u64, Vec<u8>),
 }
@@ -104,6 +112,7 @@ impl Rows {
                 Change::Sampled { dimension, after, .. } => {
                     self.rates.insert((pool, *dimension), *after);
                 }
+                Change::Account(change) => self.add_account(pool, change),
                 Change::Record(call, memory) => {
                     pack(self.slice(memory.ends_at), pool, *call, Remembered::Record(*memory));
                 }
@@ -129,13 +138,21 @@ impl Rows {
         }
     }
 
+    fn add_account(&mut self, pool: PoolRevision, change: &AccountChange) {
+        let AccountChange { account, before: _, after, shares, risen: _ } = change;
+        for (key, _, share) in shares {
+            self.shares.insert((pool, account.clone(), key.clone()), share.clone());
+        }
+        self.accounts.insert((pool, account.clone()), after.clone());
+    }
+
     fn slice(&mut self, ends_at: Timestamp) -> &mut Vec<u8> {
         self.calls.entry(ends_at.unix_ms() / SLICE_MS).or_default()
     }
 
     /// How many rows of counters and reservations there are.
     pub(super) fn len(&self) -> usize {
-        self.consumption.len() + self.reservations.len()
+        self.consumption.len() + self.reservations.len() + self.shares.len()
     }
 
     /// The rows in the order of the tables: the same whenever the same changes were added in the same order.
@@ -146,6 +163,10 @@ impl Rows {
         reservations.sort_unstable_by_key(|(id, _)| *id);
         let mut rates: Vec<_> = self.rates.into_iter().collect();
         rates.sort_unstable_by_key(|(of, _)| *of);
+        let mut accounts: Vec<_> = self.accounts.into_iter().collect();
+        accounts.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
+        let mut shares: Vec<_> = self.shares.into_iter().collect();
+        shares.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
         let calls = self.calls.iter().flat_map(|(slice, calls)| {
             let rows = calls.chunks(CALLS_IN_A_ROW * PACKED_LEN);
             rows.map(|row| RowWrite::Calls(*slice, row.to_vec()))
@@ -155,6 +176,8 @@ impl Rows {
             .map(|(key, delta)| RowWrite::Consumption(key, delta))
             .chain(reservations.into_iter().map(|(id, row)| RowWrite::Reservation(id, row.hold())))
             .chain(rates.into_iter().map(|((pool, dimension), rate)| RowWrite::Rate(pool, dimension, rate)))
+            .chain(accounts.into_iter().map(|((pool, of), head)| RowWrite::Account(pool, of, head)))
+            .chain(shares.into_iter().map(|((pool, of, key), share)| RowWrite::Share(pool, of, key, share)))
             .chain(calls)
             .collect()
     }
@@ -170,14 +193,16 @@ pub(super) struct Piece {
     open: Option<String>,
     closed: Option<String>,
     rates: Option<String>,
+    accounts: Option<String>,
+    shares: Option<String>,
     calls: Option<(u64, Vec<u8>)>,
 }
 
 impl Piece {
     /// The first of `rows`: as many as weigh `weight_max`, and at most one of packed calls, the last.
     pub(super) fn first_of(rows: &[RowWrite], weight_max: usize) -> Piece {
-        let (mut more, mut less, mut open, mut closed, mut rates) =
-            <(Vec<_>, Vec<_>, Vec<_>, Vec<_>, Vec<_>)>::default();
+        let (mut more, mut less, mut open, mut closed, mut rates, mut accounts, mut shares) =
+            <(Vec<_>, Vec<_>, Vec<_>, Vec<_>, Vec<_>, Vec<_>, Vec<_>)>::default();
         let mut piece = Piece::default();
         let mut weight = 0;
         for row in rows {
@@ -190,6 +215,8 @@ impl Piece {
                 RowWrite::Reservation(id, Some(hold)) => open.push(reservation_row(*id, hold)),
                 RowWrite::Reservation(id, None) => closed.push((id.pool.0, hex(&id.random))),
                 RowWrite::Rate(pool, dimension, rate) => rates.push(rate_row(*pool, *dimension, rate)),
+                RowWrite::Account(pool, of, head) => accounts.push(account_row(*pool, of, head.as_ref())),
+                RowWrite::Share(pool, of, key, share) => shares.push(share_row(*pool, of, key, share)),
                 RowWrite::Calls(slice, calls) => piece.calls = Some((*slice, calls.clone())),
             }
             if weight >= weight_max || piece.calls.is_some() {
@@ -197,17 +224,27 @@ impl Piece {
             }
         }
         let (more, less, open) = (json(&more), json(&less), json(&open));
-        Piece { more, less, open, closed: json(&closed), rates: json(&rates), ..piece }
+        let (closed, rates, accounts, shares) = (json(&closed), json(&rates), json(&accounts), json(&shares));
+        Piece { more, less, open, closed, rates, accounts, shares, ..piece }
     }
 
-    /// Binds the parameters $1 to $7.
+    /// Binds the parameters $1 to $9.
     pub(super) fn bind(
         self,
         query: Query<'_, Sqlite, SqliteArguments>,
     ) -> Query<'_, Sqlite, SqliteArguments> {
-        let Piece { len: _, more, less, open, closed, rates, calls } = self;
+        let Piece { len: _, more, less, open, closed, rates, accounts, shares, calls } = self;
         let (slice, calls) = calls.map(|(slice, calls)| (slice as i64, calls)).unzip();
-        query.bind(more).bind(less).bind(open).bind(closed).bind(rates).bind(slice).bind(calls)
+        query
+            .bind(more)
+            .bind(less)
+            .bind(open)
+            .bind(closed)
+            .bind(rates)
+            .bind(accounts)
+            .bind(shares)
+            .bind(slice)
+            .bind(calls)
     }
 }
 
@@ -235,7 +272,19 @@ macro_rules! write_rows {
          INSERT OR REPLACE INTO burn_rates (pool, unit, window_ms, steps_per_second, sampled_ms, cumulative)
            SELECT value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, value ->> 5
            FROM json_each($5);
-         INSERT INTO remembered_calls (ends_slice, calls) SELECT $6, $7 WHERE $7 IS NOT NULL;"
+         INSERT OR REPLACE INTO accounts (pool, connection_id, unit, window_ms, state)
+           SELECT value ->> 0, value ->> 1, value ->> 2, value ->> 3, value -> 4
+           FROM json_each($6) WHERE value ->> 4 IS NOT NULL;
+         DELETE FROM accounts WHERE (pool, connection_id, unit, window_ms) IN
+           (SELECT value ->> 0, value ->> 1, value ->> 2, value ->> 3
+            FROM json_each($6) WHERE value ->> 4 IS NULL);
+         INSERT OR REPLACE INTO account_shares (pool, connection_id, unit, window_ms, api_key_id, state)
+           SELECT value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, value -> 5
+           FROM json_each($7) WHERE value ->> 5 IS NOT NULL;
+         DELETE FROM account_shares WHERE (pool, connection_id, unit, window_ms, api_key_id) IN
+           (SELECT value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4
+            FROM json_each($7) WHERE value ->> 5 IS NULL);
+         INSERT INTO remembered_calls (ends_slice, calls) SELECT $8, $9 WHERE $9 IS NOT NULL;"
     };
 }
 pub(super) use write_rows;
@@ -250,6 +299,17 @@ fn rate_row(pool: PoolRevision, dimension: DimensionKey, rate: &BurnRate) -> imp
     let DimensionKey { unit, window } = dimension;
     let Sample { at, cumulative } = rate.last.unwrap_or_default();
     (pool.0, unit.name(), window.length_ms(), rate.steps_per_second, at.unix_ms(), cumulative)
+}
+
+fn account_row(pool: PoolRevision, of: &AccountKey, head: Option<&Head>) -> impl Serialize {
+    let AccountKey { connection, dimension: DimensionKey { unit, window } } = of;
+    (pool.0, connection.clone(), unit.name(), window.length_ms(), head.cloned())
+}
+
+fn share_row(pool: PoolRevision, of: &AccountKey, key: &ApiKeyId, share: &Share) -> impl Serialize {
+    let AccountKey { connection, dimension: DimensionKey { unit, window } } = of;
+    let kept = Some(share.clone()).filter(|share| *share != Share::default());
+    (pool.0, connection.clone(), unit.name(), window.length_ms(), key.clone(), kept)
 }
 
 impl ConsumptionKey {

@@ -58,7 +58,12 @@ pub(super) async fn remove_pool(
         .await
         .map_err(&failed)?;
     }
-    for statement in ["DELETE FROM reservations WHERE pool = ?1", "DELETE FROM burn_rates WHERE pool = ?1"] {
+    for statement in [
+        "DELETE FROM reservations WHERE pool = ?1",
+        "DELETE FROM burn_rates WHERE pool = ?1",
+        "DELETE FROM accounts WHERE pool = ?1",
+        "DELETE FROM account_shares WHERE pool = ?1",
+    ] {
         sqlx::query(statement).bind(pool.0 as i64).execute(connection).await.map_err(&failed)?;
     }
     Ok(())

@@ -6,16 +6,16 @@ use super::{page::PAGE_BYTES_MAX, pb};
 use crate::{
     core::{
         admission::{self, BlockReason, Finding, Level, Mode, Used, Verdict},
-        charge::{Charge, Check, CounterKey},
+        charge::{Bounds, Charge, Check, CounterKey},
         directory::{PlanInForce, PlanSource, PoolEntry},
         ids::ReservationId,
-        ledger::Hold,
+        ledger::{AccountUsage, Hold},
         plan::{Dimension, DimensionKey},
         pool::{Allocation, Cap, Enforcement, FailureMode, ModelCap, Policy},
         settings::StoreDriver,
         units::{Cost, Timestamp, Unit},
     },
-    service::{Decided, Decision, KeyRow, SettingsView, Status, UsageView},
+    service::{Decided, Decision, KeyRow, SettingsView, SignalsOutcome, Status, UsageView},
 };
 
 fn unit(unit: Unit) -> i32 {
@@ -149,7 +149,7 @@ pub(super) fn decision(decision: Decision) -> pb::EnforceResponse {
         return pb::EnforceResponse {
             decision: pb::enforce_response::Decision::Block.into(),
             reason: reason(&decided),
-            retry_after: decided.verdict.retry_after_ms().map(duration),
+            retry_after: decided.verdict.allowed_after_ms.map(duration),
             blocked_by: decided
                 .verdict
                 .blocked_by
@@ -186,6 +186,7 @@ fn block_reason(reason: BlockReason) -> i32 {
         BlockReason::CapAbsolute => pb::dimension_status::Reason::CapAbsolute,
         BlockReason::ModelCap => pb::dimension_status::Reason::ModelCap,
         BlockReason::GlobalSaturated => pb::dimension_status::Reason::GlobalSaturated,
+        BlockReason::ConnectionSaturated => pb::dimension_status::Reason::ConnectionSaturated,
         BlockReason::FairShare => pb::dimension_status::Reason::FairShare,
     };
     reason.into()
@@ -200,7 +201,7 @@ fn shadow(decided: &Decided) -> pb::ShadowVerdict {
         decision: decision.into(),
         reason: reason(decided),
         message: decided.message.clone(),
-        retry_after: decided.verdict.retry_after_ms().map(duration),
+        retry_after: decided.verdict.allowed_after_ms.map(duration),
         deprioritize: decided.verdict.deprioritize(),
     }
 }
@@ -219,7 +220,7 @@ fn dimensions(decided: &Decided) -> Vec<pb::DimensionStatus> {
     let Verdict { findings, retry_after_ms, .. } = verdict;
     let mut statuses = Vec::with_capacity(checks.len());
     for (index, check) in checks.iter().enumerate() {
-        let level = reading.counters[index].level(check.counter.dimension.window, reading.at);
+        let level = check.level(&reading.counters[index], reading.at);
         statuses.push(dimension_status(check, &level, &findings[index], retry_after_ms[index]));
     }
     statuses
@@ -233,6 +234,7 @@ fn dimension_status(
 ) -> pb::DimensionStatus {
     let CounterKey { dimension, model } = &check.counter;
     let shown = |steps: f64| dimension.unit.from_steps(steps);
+    let used = check.used(level);
     pb::DimensionStatus {
         unit: unit(dimension.unit),
         window: dimension.window.to_string(),
@@ -244,16 +246,16 @@ fn dimension_status(
         key_reserved: shown(level.key_reserved),
         pool_consumed: shown(level.pool_consumed),
         pool_reserved: shown(level.pool_reserved),
-        external: 0.0,
-        used_fraction: Used::of(check, level).fraction,
-        signal_fraction: None,
+        external: shown(used.external),
+        used_fraction: used.fraction,
+        signal_fraction: level.serving_fraction,
         mode: mode(finding.mode),
         borrowing: finding.borrowing,
         key_remaining: finding.remaining.map(shown),
         estimate: shown(check.estimate.as_f64()),
         reason: finding.block.map_or(pb::dimension_status::Reason::Ok.into(), block_reason),
         retry_after: retry_after_ms.map(duration),
-        resets_at: None,
+        resets_at: level.resets_at.map(timestamp),
     }
 }
 
@@ -377,9 +379,12 @@ pub(super) fn usage(view: &UsageView) -> (pb::PoolUsage, Option<String>, bool) {
 fn dimension_usage(view: &UsageView, index: usize, threshold: f64) -> pb::DimensionUsage {
     let dimension = &view.entry.dimensions()[index];
     let DimensionKey { unit: of, window } = dimension.key;
-    let (consumed, reserved) = view.reading.totals[index];
-    let limit = dimension.limit_steps().map(|per_connection| view.entry.pool.limit(per_connection));
-    let used_fraction = admission::used_fraction(of, limit, consumed + reserved);
+    let bounds = Bounds::of_pool(&view.entry.pool, dimension);
+    let counters = &view.reading.totals[index];
+    let level = counters.level(dimension.key, bounds.per_connection, view.reading.at);
+    let used = Used::of(of, &bounds, &level);
+    let window_ends = counters.accounts.iter().filter_map(|account| account.window_end);
+    let resets_at = window_ends.filter(|end| *end > view.reading.at).min();
     let samples = view.reading.samples[index].iter().map(|sample| pb::UsageSample {
         at: Some(timestamp(sample.at)),
         cumulative: of.from_steps(sample.cumulative as f64),
@@ -387,34 +392,69 @@ fn dimension_usage(view: &UsageView, index: usize, threshold: f64) -> pb::Dimens
     pb::DimensionUsage {
         unit: unit(of),
         window: window.to_string(),
-        limit: limit.map(|limit| of.from_steps(limit)),
-        consumed: of.from_steps(consumed),
-        reserved: of.from_steps(reserved),
-        external: 0.0,
-        used_fraction,
-        mode: mode(limit.map(|_| admission::mode(used_fraction, threshold))),
+        limit: bounds.limit.map(|limit| of.from_steps(limit)),
+        consumed: of.from_steps(level.pool_consumed),
+        reserved: of.from_steps(level.pool_reserved),
+        external: of.from_steps(used.external),
+        used_fraction: used.fraction,
+        mode: mode(bounds.limit.map(|_| admission::mode(used.fraction, threshold))),
         keys: Vec::new(),
-        burn_rate: Some(burn_rate(view, index, limit.map(|limit| limit - consumed - reserved))),
+        burn_rate: Some(burn_rate(view, index, bounds.limit.map(|limit| limit - used.pool), resets_at)),
         samples: samples.collect(),
-        resets_at: None,
-        signals: Vec::new(),
+        resets_at: resets_at.map(timestamp),
+        signals: view.reading.accounts[index].iter().map(|account| signal(account, of, &bounds)).collect(),
     }
 }
 
-/// `remaining`, in steps, is `None` where the limit is not known.
-fn burn_rate(view: &UsageView, index: usize, remaining: Option<f64>) -> pb::BurnRate {
+fn signal(account: &AccountUsage, of: Unit, bounds: &Bounds) -> pb::ConnectionSignal {
+    let AccountUsage { connection, fraction, ends_at, observed_at, fresh, external, parts } = account;
+    let external = match of {
+        Unit::Percent => *external as f64,
+        // By the provider's figure, beyond what was counted here in its window.
+        _ => (fraction * bounds.per_connection.unwrap_or_default() - *parts as f64).max(0.0),
+    };
+    pb::ConnectionSignal {
+        connection_id: connection.to_string(),
+        used_fraction: *fraction,
+        resets_at: ends_at.map(timestamp),
+        observed_at: Some(timestamp(*observed_at)),
+        fresh: *fresh,
+        external: of.from_steps(external),
+    }
+}
+
+pub(super) fn signals(outcome: SignalsOutcome) -> pb::ReportSignalsResponse {
+    let SignalsOutcome { accepted, ignored } = outcome;
+    let accepted = accepted.into_iter().map(|seen| pb::Utilization {
+        unit: unit(seen.dimension.unit),
+        window: seen.dimension.window.to_string(),
+        used: Some(pb::utilization::Used::UsedFraction(seen.fraction)),
+        resets_at: seen.resets_at.map(timestamp),
+        observed_at: seen.observed_at.map(timestamp),
+    });
+    pb::ReportSignalsResponse { accepted: accepted.collect(), ignored }
+}
+
+/// `remaining`, in steps, is `None` where the limit is not known; `resets_at` where no provider's window is.
+fn burn_rate(
+    view: &UsageView,
+    index: usize,
+    remaining: Option<f64>,
+    resets_at: Option<Timestamp>,
+) -> pb::BurnRate {
     let DimensionKey { unit, window } = view.entry.dimensions()[index].key;
     let rate = &view.reading.rates[index];
     let to_exhaustion_ms = remaining.and_then(|remaining| match remaining <= 0.0 {
         true => Some(0.0),
         false => rate.time_to_exhaustion_ms(remaining),
     });
+    // What is in a sliding window now has aged out a window's length from now.
+    let until_reset_ms = resets_at.map_or(window.length_ms(), |end| end.ms_since(view.reading.at));
     pb::BurnRate {
         units_per_second: unit.from_steps(rate.steps_per_second.unwrap_or_default()),
         // A float that is too large becomes the largest duration.
         time_to_exhaustion: to_exhaustion_ms.map(|ms| duration(ms.ceil() as u64)),
-        // What is in a sliding window now has aged out a window's length from now.
-        resets_first: to_exhaustion_ms.is_some_and(|ms| ms > window.length_ms() as f64),
+        resets_first: to_exhaustion_ms.is_some_and(|ms| ms > until_reset_ms as f64),
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::borrow::Cow;
 
-use super::pb;
+use super::{convert_signals, pb};
 use crate::{
     core::{
         ids::{ApiKeyId, ConnectionId, Faults, InvalidField, Model, parse_text},
@@ -17,7 +17,7 @@ use crate::{
     service::{EnforceCall, RecordCall, Reserve},
 };
 
-type Checked<T> = Result<T, Vec<InvalidField>>;
+pub(super) type Checked<T> = Result<T, Vec<InvalidField>>;
 
 // Of the decision plane.
 
@@ -54,7 +54,6 @@ pub(super) fn enforce(path: &str, request: pb::EnforceRequest) -> Checked<Enforc
 }
 
 pub(super) fn record(request: pb::RecordConsumptionRequest) -> Checked<RecordCall> {
-    // The headers and their age are not read yet.
     let pb::RecordConsumptionRequest {
         api_key_id,
         connection_id,
@@ -63,7 +62,7 @@ pub(super) fn record(request: pb::RecordConsumptionRequest) -> Checked<RecordCal
         cost: wire_cost,
         reservation_id,
         idempotency_key,
-        provider_headers: _,
+        provider_headers,
         headers_age,
     } = request;
     let mut faults = Faults::default();
@@ -74,14 +73,10 @@ pub(super) fn record(request: pb::RecordConsumptionRequest) -> Checked<RecordCal
     let cost = cost("cost", wire_cost, &mut faults);
     faults.take(parse_text("reservation_id", &reservation_id, 0..=256));
     faults.take(parse_text("idempotency_key", &idempotency_key, 0..=128));
-    if let Some(age) = headers_age
-        && duration_ms(&age).is_none()
-    {
-        faults.add("headers_age", seconds(&age), "a duration of 0 or more");
-    }
+    let headers = convert_signals::headers(provider_headers, headers_age, &mut faults);
     match (api_key, connection) {
         (Some(api_key), Some(connection)) if faults.is_empty() => {
-            Ok(RecordCall { api_key, connection, model, cost, reservation_id, idempotency_key })
+            Ok(RecordCall { api_key, connection, model, cost, reservation_id, idempotency_key, headers })
         }
         _ => Err(faults.into_vec()),
     }
@@ -316,7 +311,7 @@ fn failure_mode_from(wire: i32, faults: &mut Faults) -> FailureMode {
 }
 
 /// The name that the core knows a unit by; of no unit, a text that it refuses and that says what was given.
-fn unit_name(wire: i32) -> String {
+pub(super) fn unit_name(wire: i32) -> String {
     match pb::dimension::Unit::try_from(wire) {
         Ok(pb::dimension::Unit::Percent) => Unit::Percent.name().to_owned(),
         Ok(pb::dimension::Unit::Requests) => Unit::Requests.name().to_owned(),

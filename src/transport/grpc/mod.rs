@@ -2,6 +2,7 @@
 
 mod answers;
 mod convert;
+mod convert_signals;
 mod health_check;
 mod observe;
 mod page;

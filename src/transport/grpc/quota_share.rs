@@ -3,11 +3,12 @@
 use tonic::{Request, Response, Status};
 
 use super::{
-    answers::decision,
+    answers::{decision, signals},
     convert::{self, enforce, record},
+    convert_signals,
     observe::record_decision,
     pb::{self, quota_share_server::QuotaShare},
-    status::{invalid, not_built, of_ledger},
+    status::{invalid, of_admin, of_ledger},
 };
 use crate::service::Service;
 
@@ -52,8 +53,10 @@ impl QuotaShare for Api {
 
     async fn report_signals(
         &self,
-        _: Request<pb::ReportSignalsRequest>,
+        request: Request<pb::ReportSignalsRequest>,
     ) -> Result<Response<pb::ReportSignalsResponse>, Status> {
-        Err(not_built("signals"))
+        let call = convert_signals::report(request.into_inner()).map_err(invalid)?;
+        let outcome = self.0.report_signals(&call).await.map_err(of_admin)?;
+        Ok(Response::new(signals(outcome)))
     }
 }

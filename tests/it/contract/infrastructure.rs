@@ -6,7 +6,7 @@ use tonic::{Code, Response, Status};
 use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus};
 use tonic_reflection::pb::{v1, v1alpha};
 
-use crate::harness::{TestServer, hard, pb, pool, refusal, told};
+use crate::harness::{TestServer, pb, refusal, told};
 
 const SERVICES: [&str; 4] = [
     "quotashare.v1.PlanAdmin",
@@ -95,9 +95,6 @@ async fn what_is_not_built_says_so() {
         assert_eq!(refusal(result).code, Code::Unimplemented);
     }
     let server = TestServer::start().await;
-    server.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
-    let signals = pb::ReportSignalsRequest { connection_id: "c1".to_owned(), ..Default::default() };
-    assert_unimplemented(server.quota().report_signals(signals).await);
     let redis = pb::Settings {
         store_driver: pb::settings::StoreDriver::Redis.into(),
         redis_url: "redis://127.0.0.1:6379".to_owned(),

@@ -114,6 +114,47 @@ impl Client {
         told(self.quota().record_consumption(spent(key, connection, cost).settling(reservation)).await)
     }
 
+    /// Tells what a provider says of `connection`; all of it is taken over.
+    pub(crate) async fn report(&self, connection: &str, utilizations: impl Into<Vec<pb::Utilization>>) {
+        let utilizations: Vec<_> = utilizations.into();
+        let figures = utilizations.len();
+        let outcome = self.report_some(connection, utilizations).await;
+        assert_eq!((outcome.accepted.len(), outcome.ignored), (figures, Vec::<String>::new()));
+    }
+
+    /// Tells what a provider says of `connection`.
+    pub(crate) async fn report_some(
+        &self,
+        connection: &str,
+        utilizations: impl Into<Vec<pb::Utilization>>,
+    ) -> pb::ReportSignalsResponse {
+        let connection_id = connection.to_owned();
+        let utilizations = utilizations.into();
+        let request = pb::ReportSignalsRequest { connection_id, utilizations, ..Default::default() };
+        told(self.quota().report_signals(request).await)
+    }
+
+    /// Tells the headers of a provider's response.
+    pub(crate) async fn report_headers(
+        &self,
+        connection: &str,
+        headers: impl IntoIterator<Item = (&'static str, &'static str)>,
+    ) -> pb::ReportSignalsResponse {
+        let own = |(name, value): (&str, &str)| (name.to_owned(), value.to_owned());
+        let provider_headers = headers.into_iter().map(own).collect();
+        let connection_id = connection.to_owned();
+        let request = pb::ReportSignalsRequest { connection_id, provider_headers, ..Default::default() };
+        told(self.quota().report_signals(request).await)
+    }
+
+    /// What each key has used in a dimension, by name, and what was used outside.
+    pub(crate) async fn parts(&self, pool: &str, dimension: &str) -> (Vec<(String, f64)>, f64) {
+        let usage = self.usage(pool).await;
+        let usage = usage.dimension(dimension);
+        let keys = usage.keys.iter().filter(|key| key.consumed > 0.0);
+        (keys.map(|key| (key.api_key_id.clone(), key.consumed)).collect(), usage.external)
+    }
+
     /// Gives back what was held; false if nothing was.
     pub(crate) async fn release(&self, reservation: &str) -> bool {
         let request = pb::ReleaseReservationRequest {

@@ -18,7 +18,8 @@ pub(crate) use answers::{Refusal, Verdict, blocked, millis, refusal, unix_ms};
 pub(crate) use client::{Client, told};
 pub(crate) use process::{Ended, TestProcess, failed_start, run};
 pub(crate) use requests::{
-    ask, burst, cost, dimension, exempt, hard, percent, pool, requests, soft, spent, tokens, unlimited, usd,
+    ask, burst, codex, cost, dimension, exempt, hard, percent, pool, requests, said, soft, spent, tokens,
+    unlimited, usd,
 };
 pub(crate) use server::{T0, TestServer};
 

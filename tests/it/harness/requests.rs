@@ -1,12 +1,15 @@
 //! Pools, plans, costs and calls, as terse as a table's row.
 
-use std::time::Duration;
+use std::{collections::HashMap, time::Duration};
 
-use super::pb::{
-    self,
-    allocation::Policy,
-    dimension::Unit,
-    pool::{Enforcement, FailureMode},
+use super::{
+    T0,
+    pb::{
+        self,
+        allocation::Policy,
+        dimension::Unit,
+        pool::{Enforcement, FailureMode},
+    },
 };
 
 /// A pool that is named after its id and has no provider, so that its plan is the one that is put.
@@ -164,7 +167,47 @@ pub(crate) fn spent(
     }
 }
 
+/// What a provider says of a dimension such as `percent/5h`: so many per cent of its limit are used.
+pub(crate) fn said(name: &str, used_percent: f64) -> pb::Utilization {
+    let pb::Dimension { unit, window, .. } = dimension(name, 0.0);
+    let used = Some(pb::utilization::Used::UsedPercent(used_percent));
+    pb::Utilization { unit, window, used, ..Default::default() }
+}
+
+impl pb::Utilization {
+    /// The window ends `ms` milliseconds after [`T0`].
+    pub(crate) fn until(self, ms: u64) -> Self {
+        Self { resets_at: Some(after_t0(ms)), ..self }
+    }
+
+    /// It was true `ms` milliseconds after [`T0`].
+    pub(crate) fn observed(self, ms: u64) -> Self {
+        Self { observed_at: Some(after_t0(ms)), ..self }
+    }
+}
+
+fn after_t0(ms: u64) -> prost_types::Timestamp {
+    let ms = T0.plus_ms(ms).unix_ms();
+    prost_types::Timestamp { seconds: (ms / 1_000) as i64, nanos: (ms % 1_000 * 1_000_000) as i32 }
+}
+
+/// The headers of a Codex response: per cent used of a window of 300 or 10080 minutes, and the seconds until it ends.
+pub(crate) fn codex(minutes: u32, used_percent: f64, ends_in_s: u64) -> HashMap<String, String> {
+    let header = |part: &str, value: String| (format!("x-codex-primary-{part}"), value);
+    HashMap::from([
+        header("used-percent", used_percent.to_string()),
+        header("window-minutes", minutes.to_string()),
+        header("reset-after-seconds", ends_in_s.to_string()),
+    ])
+}
+
 impl pb::RecordConsumptionRequest {
+    /// It came with these headers, so many seconds ago.
+    pub(crate) fn with_headers(self, provider_headers: HashMap<String, String>, age_s: i64) -> Self {
+        let headers_age = Some(prost_types::Duration { seconds: age_s, nanos: 0 });
+        Self { provider_headers, headers_age, ..self }
+    }
+
     /// What was held for it is given back.
     pub(crate) fn settling(self, reservation: &str) -> Self {
         Self { reservation_id: reservation.to_owned(), ..self }

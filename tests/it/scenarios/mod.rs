@@ -2,6 +2,7 @@
 
 mod a_admission;
 mod c_plans;
+mod d_signals;
 mod e_store;
 mod g_reads;
 mod t_second_set;

@@ -1,0 +1,544 @@
+//! What is known of one connection's account in one dimension: what the provider last said, and how much of it is whose.
+//!
+//! A provider says only what the whole account has used. In a PERCENT dimension each rise of its figure is split over the
+//! keys that have recorded on the connection since the last rise, by weight; a rise that nobody here explains is *external*.
+//! So `parts + external = figure`, always. In a countable dimension of an account whose window is known, the parts are
+//! what was recorded in that window.
+//!
+//! A window ends at the end that the provider has named, or before: a lower figure with a later end is a new window.
+//! Ends wander by seconds from response to response, and a response may be read long after it came, so a figure is taken
+//! in the order of observation, and a lower one alone is an old response unless it was reported on purpose.
+
+use std::{collections::BTreeMap, fmt};
+
+use serde::{Deserialize, Serialize};
+
+use smallvec::SmallVec;
+
+use super::{
+    headers::Reset,
+    ids::{ApiKeyId, ConnectionId},
+    plan::DimensionKey,
+    units::{Amount, Cost, Timestamp, Unit},
+    window::Window,
+};
+
+/// A fraction of 1 in steps of per cent.
+const FULL: f64 = 1e8;
+/// What a key records within this time is weighed as one: a response is that much older than what it says, at most.
+const SLICE_MS: u64 = 2_000;
+/// Most of them for a key, which reach back as far as streams last; what is older is weighed as one.
+const SLICES_MAX: usize = 300;
+/// Ends that differ by less than this part of the window are one end.
+const SAME_END_PART: u64 = 20;
+/// Where it is known when a figure was true, an end so much later is another one if the figure is at most half.
+const EARLY_RESET_MS: u64 = 10_000;
+
+/// Names an account's dimension within a pool.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct AccountKey {
+    /// Whose account.
+    pub connection: ConnectionId,
+    /// What is counted there, in which window.
+    pub dimension: DimensionKey,
+}
+
+/// A provider's figure, as it was read from a response or reported.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Observation {
+    /// Which dimension it speaks of.
+    pub dimension: DimensionKey,
+    /// The used fraction of the account's limit, 0 to 1.5.
+    pub fraction: f64,
+    /// When it was true; now, if that is to come.
+    pub observed_at: Timestamp,
+    /// When it ends.
+    pub reset: Reset,
+    /// How long it is believed if it has no end, in ms.
+    pub life_ms: u64,
+    /// It was reported on purpose: a lower figure is one.
+    pub believed: bool,
+    /// `observed_at` is known and not only when it arrived.
+    pub age_known: bool,
+    /// The pool has no other connection: its counters are in the provider's window.
+    pub alone: bool,
+}
+
+/// Why a figure was not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unread {
+    /// It is older than one window.
+    TooOld,
+    /// The window that it speaks of is over.
+    Ended,
+    /// A newer one is known.
+    Older,
+    /// It is lower than the known one, in a response whose window is the same.
+    Lower,
+}
+
+impl fmt::Display for Unread {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Unread::TooOld => "observed more than a window ago",
+            Unread::Ended => "speaks of a window that has ended",
+            Unread::Older => "a newer figure is known",
+            Unread::Lower => "lower than the known figure of this window: an old response",
+        })
+    }
+}
+
+/// What is known of an account as a whole.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Head {
+    /// What the provider last said, 0 at the start of a window.
+    pub fraction: f64,
+    /// When that was true; `None`: nothing was said of this window.
+    pub observed_at: Option<Timestamp>,
+    /// Until when it is believed.
+    pub fresh_until: Timestamp,
+    /// `fresh_until` is an end that the provider has named.
+    pub has_end: bool,
+    /// When the provider's window ends.
+    pub window_end: Option<Timestamp>,
+    /// What was true before this is of an earlier window.
+    pub window_start: Timestamp,
+    /// The pool had no other connection when the figure was read.
+    pub alone: bool,
+    /// PERCENT: what nobody here explains, in steps.
+    pub external: u64,
+    /// All keys' parts, in steps.
+    pub parts: u64,
+    /// When something was last recorded or said.
+    pub touched_at: Timestamp,
+}
+
+/// What is known of one key on an account.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Share {
+    /// Its part, in steps.
+    pub part: u64,
+    /// PERCENT: what it has recorded and no rise has been split by, in the order of time.
+    since: SmallVec<[Slice; 1]>,
+}
+
+/// What was recorded within [`SLICE_MS`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Slice {
+    first: Timestamp,
+    last: Timestamp,
+    weight: Weight,
+}
+
+/// Recorded on an account, in steps of each unit. What was recorded with its per cents counts as those alone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Weight {
+    requests: u64,
+    tokens: u64,
+    usd: u64,
+    percent: u64,
+    /// Something was recorded without a price.
+    unpriced: bool,
+}
+
+impl Weight {
+    fn add(&mut self, cost: &Cost) {
+        let sum = |sum: &mut u64, amount: Amount| *sum += amount.room_on(*sum);
+        if cost.percent > Amount::ZERO {
+            return sum(&mut self.percent, cost.percent);
+        }
+        sum(&mut self.requests, cost.requests);
+        sum(&mut self.tokens, cost.tokens);
+        sum(&mut self.usd, cost.usd);
+        self.unpriced |= cost.usd == Amount::ZERO && *cost != Cost::default();
+    }
+
+    fn and(self, other: Weight) -> Weight {
+        Weight {
+            requests: self.requests.saturating_add(other.requests),
+            tokens: self.tokens.saturating_add(other.tokens),
+            usd: self.usd.saturating_add(other.usd),
+            percent: self.percent.saturating_add(other.percent),
+            unpriced: self.unpriced || other.unpriced,
+        }
+    }
+}
+
+impl Share {
+    /// A part, with nothing recorded since.
+    pub fn of(part: u64) -> Share {
+        Share { part, since: SmallVec::new() }
+    }
+
+    fn weigh(&mut self, cost: &Cost, now: Timestamp) {
+        let fits = |slice: &&mut Slice| now.ms_since(slice.first) < SLICE_MS;
+        if let Some(slice) = self.since.last_mut().filter(fits) {
+            slice.weight.add(cost);
+            slice.last = now;
+        } else {
+            let mut slice = Slice { first: now, last: now, weight: Weight::default() };
+            slice.weight.add(cost);
+            self.since.push(slice);
+        }
+        if self.since.len() > SLICES_MAX {
+            let oldest = self.since.remove(0);
+            let next = &mut self.since[0];
+            (next.first, next.weight) = (oldest.first, oldest.weight.and(next.weight));
+        }
+    }
+
+    /// What was recorded by `until`.
+    fn weight(&self, until: Timestamp) -> Weight {
+        let slices = self.since.iter().filter(|slice| slice.last <= until);
+        slices.fold(Weight::default(), |sum, slice| sum.and(slice.weight))
+    }
+
+    /// Without what was recorded by `until`.
+    fn after(mut self, until: Timestamp) -> Share {
+        self.since.retain(|slice| slice.last > until);
+        self
+    }
+}
+
+/// One connection's account in one dimension.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Account {
+    head: Head,
+    shares: BTreeMap<ApiKeyId, Share>,
+}
+
+/// A change of an account: what was, and what is. A key whose share is all zero is not kept.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AccountChange {
+    /// Which account.
+    pub account: AccountKey,
+    /// `None`: nothing was known.
+    pub before: Option<Head>,
+    /// `None`: forgotten.
+    pub after: Option<Head>,
+    /// Keys that differ: before and after.
+    pub shares: Vec<(ApiKeyId, Share, Share)>,
+    /// PERCENT: how much was split over keys, in steps.
+    pub risen: u64,
+}
+
+impl Head {
+    /// The figure in steps of per cent.
+    pub fn figure(&self) -> u64 {
+        figure(self.fraction)
+    }
+
+    /// It is believed at `at`.
+    pub fn is_fresh(&self, at: Timestamp) -> bool {
+        self.observed_at.is_some() && at < self.fresh_until
+    }
+
+    /// Nothing was said and believed for a window's length.
+    fn is_stale(&self, window: Window, at: Timestamp) -> bool {
+        self.observed_at.is_some() && at.ms_since(self.fresh_until) >= window.length_ms()
+    }
+
+    /// Nothing has happened for so long that all of it has aged out.
+    pub fn is_idle(&self, window: Window, at: Timestamp) -> bool {
+        !self.is_fresh(at) && at.ms_since(self.touched_at) > 2 * window.length_ms()
+    }
+
+    /// `seen` is of a later window than what is known.
+    fn is_followed_by(&self, seen: &Observation) -> bool {
+        let (Some(known), Reset::WindowEnd(end)) = (self.window_end, seen.reset) else { return false };
+        let later_ms = end.ms_since(known);
+        let (before, now) = (self.figure(), figure(seen.fraction));
+        let another_end = later_ms >= seen.dimension.window.length_ms() / SAME_END_PART;
+        let early = seen.age_known && later_ms >= EARLY_RESET_MS && now <= before / 2;
+        now < before && (another_end || early)
+    }
+}
+
+fn figure(fraction: f64) -> u64 {
+    (fraction * FULL).round_ties_even() as u64
+}
+
+impl Account {
+    /// What is known of it as a whole.
+    pub fn head(&self) -> &Head {
+        &self.head
+    }
+
+    /// The part of `api_key`, in steps.
+    pub fn part(&self, api_key: &ApiKeyId) -> u64 {
+        self.shares.get(api_key).map_or(0, |share| share.part)
+    }
+
+    /// The keys that have a part.
+    pub fn parts(&self) -> impl Iterator<Item = (&ApiKeyId, u64)> {
+        self.shares.iter().filter(|(_, share)| share.part > 0).map(|(key, share)| (key, share.part))
+    }
+
+    /// What is recorded counts in the provider's window at `at`.
+    pub fn is_anchored(&self, at: Timestamp) -> bool {
+        self.head.alone && self.head.window_end.is_some_and(|end| at < end)
+    }
+
+    /// Puts what `change` says, or takes it back.
+    pub fn put(&mut self, head: Option<Head>, shares: impl IntoIterator<Item = (ApiKeyId, Share)>) {
+        self.head = head.unwrap_or_default();
+        for (key, share) in shares {
+            self.put_share(key, share);
+        }
+    }
+
+    fn put_share(&mut self, key: ApiKeyId, share: Share) {
+        if share == Share::default() {
+            self.shares.remove(&key);
+        } else {
+            self.shares.insert(key, share);
+        }
+    }
+}
+
+/// A change of an account that is being made.
+#[derive(Debug)]
+pub struct Edit<'a> {
+    account: &'a mut Account,
+    before: Option<Head>,
+    shares_before: BTreeMap<ApiKeyId, Share>,
+    risen: u64,
+}
+
+impl<'a> Edit<'a> {
+    /// Starts a change; `is_new`: nothing was known of the account.
+    pub fn new(account: &'a mut Account, is_new: bool) -> Self {
+        let before = (!is_new).then(|| account.head.clone());
+        Self { account, before, shares_before: BTreeMap::new(), risen: 0 }
+    }
+
+    /// The change that was made.
+    pub fn finish(self, account: AccountKey) -> AccountChange {
+        let now = &self.account.shares;
+        let shares = self.shares_before.into_iter().map(|(key, before)| {
+            let after = now.get(&key).cloned().unwrap_or_default();
+            (key, before, after)
+        });
+        let shares = shares.filter(|(_, before, after)| before != after).collect();
+        let after = Some(self.account.head.clone());
+        AccountChange { account, before: self.before, after, shares, risen: self.risen }
+    }
+
+    fn set(&mut self, key: &ApiKeyId, share: Share) {
+        let before = self.share(key);
+        self.account.head.parts = self.account.head.parts - before.part + share.part;
+        self.shares_before.entry(key.clone()).or_insert(before);
+        self.account.put_share(key.clone(), share);
+    }
+
+    fn share(&self, key: &ApiKeyId) -> Share {
+        self.account.shares.get(key).cloned().unwrap_or_default()
+    }
+
+    fn shares(&self) -> Vec<(ApiKeyId, Share)> {
+        self.account.shares.iter().map(|(key, share)| (key.clone(), share.clone())).collect()
+    }
+
+    /// `api_key` has recorded `cost` on the account of a PERCENT dimension.
+    pub fn weigh(&mut self, api_key: &ApiKeyId, cost: &Cost, now: Timestamp) {
+        let mut share = self.share(api_key);
+        share.weigh(cost, now);
+        self.set(api_key, share);
+        self.account.head.touched_at = now;
+    }
+
+    /// `api_key` has recorded `amount` in the provider's window.
+    pub fn count(&mut self, api_key: &ApiKeyId, amount: Amount, now: Timestamp) {
+        let share = self.share(api_key);
+        let part = share.part + amount.room_on(self.account.head.parts);
+        self.set(api_key, Share { part, ..share });
+        self.account.head.touched_at = now;
+    }
+
+    /// What `api_key`, or everybody, has used is set to zero. In a PERCENT dimension the figure stands: what was a key's is
+    /// nobody's then.
+    pub fn forget_part(&mut self, api_key: &ApiKeyId, unit: Unit) {
+        let part = self.account.part(api_key);
+        self.set(api_key, Share::default());
+        if unit == Unit::Percent {
+            self.account.head.external += part;
+        }
+    }
+
+    /// The window has ended, or another one has begun: everything starts at 0. What was recorded since the last rise may be
+    /// of the new window unless `weights` go too.
+    fn start_over(&mut self, weights: bool) {
+        for (key, share) in self.shares() {
+            let since = if weights { SmallVec::new() } else { share.since };
+            self.set(&key, Share { part: 0, since });
+        }
+        let head = &mut self.account.head;
+        (head.fraction, head.external) = (0.0, 0);
+    }
+
+    /// The end that the provider has named has come.
+    pub fn end_window(&mut self) {
+        self.start_over(true);
+        let head = &mut self.account.head;
+        head.window_start = head.window_end.take().unwrap_or(head.window_start);
+        head.observed_at = None;
+    }
+
+    /// Forgets what the provider said, and with it every part.
+    pub fn forget(&mut self) {
+        self.start_over(true);
+        self.account.head = Head { touched_at: self.account.head.touched_at, ..Head::default() };
+    }
+
+    /// Reads a figure at `now`, which is not before the end of the known window. `carried` gives what each key has used in
+    /// the sliding window, for a countable dimension that enters the provider's.
+    ///
+    /// # Errors
+    /// Says why it is not taken; nothing has changed then.
+    pub fn observe(
+        &mut self,
+        seen: &Observation,
+        now: Timestamp,
+        carried: impl FnOnce() -> Vec<(ApiKeyId, u64)>,
+    ) -> Result<(), Unread> {
+        let window = seen.dimension.window;
+        let observed_at = seen.observed_at.min(now);
+        let fresh_until = seen.reset.end().unwrap_or(observed_at.plus_ms(seen.life_ms));
+        self.check(seen, observed_at, now)?;
+        let percent = seen.dimension.unit == Unit::Percent;
+        let was_anchored = self.account.is_anchored(now);
+        if self.account.head.is_stale(window, now) || self.account.head.is_followed_by(seen) {
+            self.start_over(false);
+        }
+        if percent {
+            self.move_figure(figure(seen.fraction), observed_at);
+        }
+        let head = &mut self.account.head;
+        head.fraction = seen.fraction;
+        head.observed_at = Some(observed_at);
+        (head.fresh_until, head.has_end) = (fresh_until, seen.reset != Reset::Unknown);
+        head.alone = seen.alone;
+        head.touched_at = now;
+        if let Reset::WindowEnd(end) = seen.reset {
+            head.window_end = Some(end);
+        }
+        if !percent && !was_anchored && self.account.is_anchored(now) {
+            for (key, part) in carried() {
+                self.set(&key, Share::of(part));
+            }
+        }
+        Ok(())
+    }
+
+    fn check(&self, seen: &Observation, observed_at: Timestamp, now: Timestamp) -> Result<(), Unread> {
+        let head = &self.account.head;
+        let window = seen.dimension.window;
+        if now.ms_since(observed_at) > window.length_ms() {
+            return Err(Unread::TooOld);
+        }
+        if seen.reset.end().is_some_and(|end| end <= now) || observed_at < head.window_start {
+            return Err(Unread::Ended);
+        }
+        if head.observed_at.is_some_and(|known| observed_at < known) {
+            return Err(Unread::Older);
+        }
+        let in_a_window = seen.dimension.unit == Unit::Percent || head.window_end.is_some();
+        let lower = figure(seen.fraction) < head.figure();
+        if lower && !seen.believed && in_a_window && head.is_fresh(now) && !head.is_followed_by(seen) {
+            return Err(Unread::Lower);
+        }
+        Ok(())
+    }
+
+    /// A rise is split over those who recorded since the last one; a fall lowers every part alike.
+    fn move_figure(&mut self, figure: u64, observed_at: Timestamp) {
+        let before = self.account.head.figure();
+        if figure > before {
+            self.rise(figure - before, observed_at);
+        } else if figure < before {
+            let mut left = figure;
+            for (key, share) in self.shares() {
+                let part = scaled(share.part, figure, before).min(left);
+                left -= part;
+                self.set(&key, Share { part, ..share });
+            }
+            self.account.head.external = left;
+        }
+    }
+
+    /// What was recorded after a figure was true is no part of it and waits for the next rise, unless nothing else
+    /// explains this one.
+    fn rise(&mut self, rise: u64, observed_at: Timestamp) {
+        let shares = self.shares();
+        let weights_until =
+            |until| -> Vec<Weight> { shares.iter().map(|(_, share)| share.weight(until)).collect() };
+        let mut until = observed_at;
+        if weights_until(until).iter().all(|weight| *weight == Weight::default()) {
+            until = Timestamp::from_unix_ms(u64::MAX);
+        }
+        let weights = weights_until(until);
+        let stated = Split::new(&weights, |weight| weight.percent);
+        let by_statement = rise.min(stated.sum);
+        self.give(&shares, &stated, by_statement);
+        let left = self.give(&shares, &Split::by_weight(&weights), rise - by_statement);
+        self.account.head.external += left;
+        for (key, _) in shares {
+            let share = self.share(&key).after(until);
+            self.set(&key, share);
+        }
+    }
+
+    /// Gives `amount` to the keys of `split`; returns what nobody got.
+    fn give(&mut self, shares: &[(ApiKeyId, Share)], split: &Split, amount: u64) -> u64 {
+        if split.sum == 0 {
+            return amount;
+        }
+        self.risen += amount;
+        let mut left = amount;
+        let mut largest = 0;
+        for (index, weight) in split.weights.iter().enumerate() {
+            let given = scaled(amount, *weight, split.sum).min(left);
+            left -= given;
+            if *weight > split.weights[largest] {
+                largest = index;
+            }
+            self.add_part(&shares[index].0, given);
+        }
+        // What rounding has left, less than a step for each key.
+        self.add_part(&shares[largest].0, left);
+        0
+    }
+
+    fn add_part(&mut self, key: &ApiKeyId, steps: u64) {
+        let share = self.share(key);
+        self.set(key, Share { part: share.part + steps, ..share });
+    }
+}
+
+/// What each key of a list counts for.
+struct Split {
+    weights: Vec<u64>,
+    sum: u64,
+}
+
+impl Split {
+    fn new(weights: &[Weight], of: impl Fn(&Weight) -> u64) -> Self {
+        let weights: Vec<u64> = weights.iter().map(of).collect();
+        let sum = weights.iter().fold(0, |sum: u64, weight| sum.saturating_add(*weight));
+        Self { weights, sum }
+    }
+
+    /// By price if everything has one, else by tokens if there are any, else by requests.
+    fn by_weight(weights: &[Weight]) -> Self {
+        let priced = weights.iter().all(|weight| !weight.unpriced);
+        let by: [fn(&Weight) -> u64; 3] =
+            [|weight| weight.usd, |weight| weight.tokens, |weight| weight.requests];
+        let mut splits = by.into_iter().skip(usize::from(!priced)).map(|of| Self::new(weights, of));
+        splits.find(|split| split.sum > 0).unwrap_or(Self { weights: Vec::new(), sum: 0 })
+    }
+}
+
+/// `amount * numerator / denominator` in doubles, rounded down.
+fn scaled(amount: u64, numerator: u64, denominator: u64) -> u64 {
+    (amount as f64 * numerator as f64 / denominator as f64) as u64
+}
