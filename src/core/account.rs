@@ -9,7 +9,10 @@
 //! Ends wander by seconds from response to response, and a response may be read long after it came, so a figure is taken
 //! in the order of observation, and a lower one alone is an old response unless it was reported on purpose.
 
-use std::{collections::BTreeMap, fmt};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+};
 
 use serde::{Deserialize, Serialize};
 
@@ -20,7 +23,7 @@ use super::{
     ids::{ApiKeyId, ConnectionId},
     plan::DimensionKey,
     units::{Amount, Cost, Timestamp, Unit},
-    window::Window,
+    window::{SlidingCounter, Window},
 };
 
 /// A fraction of 1 in steps of per cent.
@@ -109,6 +112,8 @@ pub struct Head {
     pub external: u64,
     /// All keys' parts, in steps.
     pub parts: u64,
+    /// What all keys have recorded since `window_start`.
+    pub slid: SlidingCounter,
     /// When something was last recorded or said.
     pub touched_at: Timestamp,
 }
@@ -118,9 +123,13 @@ pub struct Head {
 pub struct Share {
     /// Its part, in steps.
     pub part: u64,
+    /// What it has recorded since the last end of a window.
+    pub slid: SlidingCounter,
     /// PERCENT: what it has recorded and no rise has been split by, in the order of time.
-    since: SmallVec<[Slice; 1]>,
+    since: Slices,
 }
+
+type Slices = SmallVec<[Slice; 1]>;
 
 /// What was recorded within [`SLICE_MS`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -167,7 +176,7 @@ impl Weight {
 impl Share {
     /// A part, with nothing recorded since.
     pub fn of(part: u64) -> Share {
-        Share { part, since: SmallVec::new() }
+        Share { part, ..Share::default() }
     }
 
     fn weigh(&mut self, cost: &Cost, now: Timestamp) {
@@ -205,6 +214,8 @@ impl Share {
 pub struct Account {
     head: Head,
     shares: BTreeMap<ApiKeyId, Share>,
+    /// Those of them that have recorded something that no rise has been split by.
+    recorders: BTreeSet<ApiKeyId>,
 }
 
 /// A change of an account: what was, and what is. A key whose share is all zero is not kept.
@@ -269,14 +280,27 @@ impl Account {
         self.shares.get(api_key).map_or(0, |share| share.part)
     }
 
-    /// The keys that have a part.
-    pub fn parts(&self) -> impl Iterator<Item = (&ApiKeyId, u64)> {
-        self.shares.iter().filter(|(_, share)| share.part > 0).map(|(key, share)| (key, share.part))
-    }
-
     /// What is recorded counts in the provider's window at `at`.
     pub fn is_anchored(&self, at: Timestamp) -> bool {
         self.head.alone && self.head.window_end.is_some_and(|end| at < end)
+    }
+
+    /// What `api_key`, or everybody, has recorded since the last end of a window, as long as a sliding window could still
+    /// see what was before it.
+    pub fn slid(&self, api_key: Option<&ApiKeyId>, window: Window, at: Timestamp) -> Option<SlidingCounter> {
+        let start = self.head.window_start;
+        let slides =
+            self.head.alone && start > Timestamp::default() && at.ms_since(start) < 2 * window.length_ms();
+        let slid = || match api_key {
+            Some(key) => self.shares.get(key).map(|share| share.slid).unwrap_or_default(),
+            None => self.head.slid,
+        };
+        slides.then(slid)
+    }
+
+    /// The keys of which something is known.
+    pub fn keys(&self) -> impl Iterator<Item = &ApiKeyId> {
+        self.shares.keys()
     }
 
     /// Puts what `change` says, or takes it back.
@@ -288,6 +312,11 @@ impl Account {
     }
 
     fn put_share(&mut self, key: ApiKeyId, share: Share) {
+        if share.since.is_empty() {
+            self.recorders.remove(&key);
+        } else {
+            self.recorders.insert(key.clone());
+        }
         if share == Share::default() {
             self.shares.remove(&key);
         } else {
@@ -339,29 +368,31 @@ impl<'a> Edit<'a> {
         self.account.shares.iter().map(|(key, share)| (key.clone(), share.clone())).collect()
     }
 
-    /// `api_key` has recorded `cost` on the account of a PERCENT dimension.
-    pub fn weigh(&mut self, api_key: &ApiKeyId, cost: &Cost, now: Timestamp) {
+    /// `api_key` has recorded `cost` on the account.
+    pub fn record(&mut self, api_key: &ApiKeyId, cost: &Cost, of: DimensionKey, now: Timestamp) {
         let mut share = self.share(api_key);
-        share.weigh(cost, now);
+        let amount = cost.of(of.unit);
+        if of.unit == Unit::Percent {
+            share.weigh(cost, now);
+        } else if self.account.is_anchored(now) {
+            share.part += amount.room_on(self.account.head.parts);
+        }
+        if self.account.slid(None, of.window, now).is_some() {
+            let bucket = of.window.bucket(now);
+            let added = self.account.head.slid.add(bucket, amount);
+            share.slid.add(bucket, Amount::saturating(added));
+        }
         self.set(api_key, share);
         self.account.head.touched_at = now;
     }
 
-    /// `api_key` has recorded `amount` in the provider's window.
-    pub fn count(&mut self, api_key: &ApiKeyId, amount: Amount, now: Timestamp) {
-        let share = self.share(api_key);
-        let part = share.part + amount.room_on(self.account.head.parts);
-        self.set(api_key, Share { part, ..share });
-        self.account.head.touched_at = now;
-    }
-
-    /// What `api_key`, or everybody, has used is set to zero. In a PERCENT dimension the figure stands: what was a key's is
-    /// nobody's then.
+    /// What `api_key` has used is set to zero. In a PERCENT dimension the figure stands: what was the key's is nobody's then.
     pub fn forget_part(&mut self, api_key: &ApiKeyId, unit: Unit) {
-        let part = self.account.part(api_key);
+        let share = self.share(api_key);
+        self.account.head.slid.take(&share.slid);
         self.set(api_key, Share::default());
         if unit == Unit::Percent {
-            self.account.head.external += part;
+            self.account.head.external += share.part;
         }
     }
 
@@ -369,11 +400,11 @@ impl<'a> Edit<'a> {
     /// of the new window unless `weights` go too.
     fn start_over(&mut self, weights: bool) {
         for (key, share) in self.shares() {
-            let since = if weights { SmallVec::new() } else { share.since };
-            self.set(&key, Share { part: 0, since });
+            let since = if weights { Slices::new() } else { share.since };
+            self.set(&key, Share { since, ..Share::default() });
         }
         let head = &mut self.account.head;
-        (head.fraction, head.external) = (0.0, 0);
+        (head.fraction, head.external, head.slid) = (0.0, 0, SlidingCounter::default());
     }
 
     /// The end that the provider has named has come.
@@ -384,10 +415,11 @@ impl<'a> Edit<'a> {
         head.observed_at = None;
     }
 
-    /// Forgets what the provider said, and with it every part.
-    pub fn forget(&mut self) {
+    /// Forgets what the provider said, and with it every part. What was true before `from` is not believed any more.
+    pub fn forget(&mut self, from: Timestamp) {
         self.start_over(true);
-        self.account.head = Head { touched_at: self.account.head.touched_at, ..Head::default() };
+        let Head { touched_at, alone, .. } = self.account.head;
+        self.account.head = Head { touched_at, alone, window_start: from, ..Head::default() };
     }
 
     /// Reads a figure at `now`, which is not before the end of the known window. `carried` gives what each key has used in
@@ -424,7 +456,8 @@ impl<'a> Edit<'a> {
         }
         if !percent && !was_anchored && self.account.is_anchored(now) {
             for (key, part) in carried() {
-                self.set(&key, Share::of(part));
+                let share = self.share(&key);
+                self.set(&key, Share { part, ..share });
             }
         }
         Ok(())
@@ -469,7 +502,8 @@ impl<'a> Edit<'a> {
     /// What was recorded after a figure was true is no part of it and waits for the next rise, unless nothing else
     /// explains this one.
     fn rise(&mut self, rise: u64, observed_at: Timestamp) {
-        let shares = self.shares();
+        let recorders = self.account.recorders.iter();
+        let shares: Vec<_> = recorders.map(|key| (key.clone(), self.share(key))).collect();
         let weights_until =
             |until| -> Vec<Weight> { shares.iter().map(|(_, share)| share.weight(until)).collect() };
         let mut until = observed_at;

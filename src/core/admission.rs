@@ -72,8 +72,11 @@ pub struct AccountReading {
     pub has_end: bool,
     /// When the provider's window ends.
     pub window_end: Option<Timestamp>,
-    /// The pool's counters are in the provider's window.
+    /// The pool has no other connection: its counters are in the provider's window.
     pub alone: bool,
+    /// Recorded by the key and by the pool since the provider's window has last ended, where the pool has no other
+    /// connection and its own counters have more in view.
+    pub slid: Option<(SlidingCounter, SlidingCounter)>,
     /// The key's part, in steps.
     pub key_part: f64,
     /// All keys' parts.
@@ -210,15 +213,18 @@ impl Counters {
             return fresh
                 .fold((0.0, 0.0), |(key, pool), account| (key + account.key_part, pool + account.parts));
         }
-        let anchored = self.accounts.iter().find(|account| account.alone && account.window_end.is_some());
-        match anchored {
-            Some(account) if account.window_end <= Some(at) => (0.0, 0.0),
-            Some(account) if dimension.unit != Unit::Percent => (account.key_part, account.parts),
-            _ => {
-                let slides = |counter: &Counter| counter.consumed.at(dimension.window, at);
-                (slides(&self.key), slides(&self.pool))
+        let alone = self.accounts.iter().find(|account| account.alone);
+        if let Some(AccountReading { window_end: Some(end), key_part, parts, .. }) = alone {
+            if *end <= at {
+                return (0.0, 0.0);
+            }
+            if dimension.unit != Unit::Percent {
+                return (*key_part, *parts);
             }
         }
+        let slid = alone.and_then(|account| account.slid);
+        let (key, pool) = slid.unwrap_or((self.key.consumed, self.pool.consumed));
+        (key.at(dimension.window, at), pool.at(dimension.window, at))
     }
 }
 

@@ -103,7 +103,7 @@ impl fmt::Display for Window {
 }
 
 /// What one counter holds in its two live buckets, in steps.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SlidingCounter {
     bucket: u64,
     current: u64,
@@ -144,6 +144,13 @@ impl SlidingCounter {
             return;
         };
         *slot = slot.saturating_add_signed(delta);
+    }
+
+    /// Takes out what `part`, which is one of those that add up to this, still has in view.
+    pub fn take(&mut self, part: &SlidingCounter) {
+        let (previous, current) = part.seen_from(self.bucket);
+        self.current = self.current.saturating_sub(current);
+        self.previous = self.previous.saturating_sub(previous);
     }
 
     /// What is held in the newest bucket and in the one before: `(bucket, amount)`.

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use sqlx::{ConnectOptions, sqlite::SqliteConnectOptions};
 use tonic::Code;
 
 use crate::harness::{
@@ -420,4 +421,50 @@ async fn per_cents_burn_as_fast_as_the_figure_rises() {
     assert!((rate.units_per_second - 0.1).abs() < 1e-9, "{rate:?}");
     let left_ms = rate.time_to_exhaustion.as_ref().map(millis).expect("it rises");
     assert!(left_ms.abs_diff(960_000) <= 1, "{left_ms}");
+}
+
+#[tokio::test]
+async fn the_end_of_one_connections_window_takes_nothing_from_another() {
+    let server = TestServer::start().await;
+    let team = pool("p", ["c1"], halves()).with_provider("kimi");
+    server.create(team.clone()).await;
+    server.record("A", "c1", requests(100)).await;
+    server.report("c1", [said("requests/hourly", 10.0).until(600_000)]).await;
+    server.update(team.with_connections(["c1", "c2"])).await;
+    server.record("B", "c2", requests(300)).await;
+    server.at(600_000);
+    assert_eq!(server.used("p", "requests/hourly").await, (400.0, 0.0), "two windows slide");
+}
+
+#[tokio::test]
+async fn the_end_of_a_window_leaves_the_table_of_consumption_as_it_was() {
+    let mut server = TestServer::start().await;
+    server.create(pool("p", ["c1"], halves()).with_provider("kimi")).await;
+    server.report("c1", [said("requests/hourly", 0.0).until(600_000)]).await;
+    server.record("A", "c1", requests(100)).await;
+    server.at(600_000);
+    server.record("A", "c1", requests(7)).await;
+    assert_eq!(server.used("p", "requests/hourly").await, (7.0, 0.0));
+    server.restart().await;
+    assert_eq!(server.used("p", "requests/hourly").await, (7.0, 0.0));
+    server.stop().await;
+    let options = SqliteConnectOptions::new().filename(server.data_dir().join("storage.sqlite"));
+    let mut database = options.connect().await.expect("the database opens");
+    let kept: i64 = sqlx::query_scalar("SELECT sum(consumed) FROM quota_consumption WHERE unit = 'requests'")
+        .fetch_one(&mut database)
+        .await
+        .expect("the statement is valid");
+    assert_eq!(kept, 107);
+}
+
+#[tokio::test]
+async fn what_was_true_before_a_reset_of_usage_does_not_come_back() {
+    let server = codex_pool(halves()).await;
+    server.at(60_000);
+    server.report("c1", [said(SHORT, 100.0).until(5 * HOUR_MS)]).await;
+    server.reset("p").await;
+    server.at(70_000);
+    let record = spent("A", "c1", tokens(1)).with_headers(codex(300, 100.0, 17_000), 30);
+    told(server.quota().record_consumption(record).await);
+    assert_eq!(server.enforce("A", "c1", None).await.verdict(), Verdict::Allow);
 }

@@ -30,54 +30,46 @@ impl PoolLedger {
         let now = self.now;
         let is_anchored = self.account(dimension, connection).is_some_and(|account| account.is_anchored(now));
         let anchors = seen.alone && matches!(seen.reset, Reset::WindowEnd(_)) && !is_anchored;
-        let carried = if anchors { self.sliding_estimates(dimension) } else { Vec::new() };
+        let carried = if anchors { self.sliding_estimates(connection, dimension) } else { Vec::new() };
         self.edit(connection, dimension, |edit| edit.observe(seen, now, || carried))
     }
 
     /// What each key has used in the sliding window, rounded to steps.
-    fn sliding_estimates(&self, dimension: DimensionKey) -> Vec<(ApiKeyId, u64)> {
+    fn sliding_estimates(&self, connection: &ConnectionId, dimension: DimensionKey) -> Vec<(ApiKeyId, u64)> {
         let Some(position) = self.position(dimension).filter(|_| dimension.unit != Unit::Percent) else {
             return Vec::new();
         };
+        let account = self.account(dimension, connection);
         let keys = self.keys.iter().filter_map(|(key, counters)| {
-            let estimate = counters.dimensions.get(position)?.consumed.at(dimension.window, self.now);
-            Some((key.clone(), estimate.round_ties_even() as u64))
+            let slid = account.and_then(|account| account.slid(Some(key), dimension.window, self.now));
+            let counter = slid.or_else(|| counters.dimensions.get(position).map(|own| own.consumed))?;
+            Some((key.clone(), counter.at(dimension.window, self.now).round_ties_even() as u64))
         });
         keys.filter(|(_, steps)| *steps > 0).collect()
     }
 
-    /// Counts what was recorded on the connection's accounts: by weight in per cents, in full in a provider's window.
+    /// Records on the connection's accounts: of every PERCENT dimension, and of others of which something is known.
     pub(super) fn record_on_accounts(&mut self, consumption: &Consumption) {
         let Some(connection) = &consumption.connection else { return };
         let (key, now) = (&consumption.api_key, self.now);
-        for (counter, amount) in consumption.counts.iter().filter(|(counter, _)| counter.model.is_none()) {
+        for (counter, _) in consumption.counts.iter().filter(|(counter, _)| counter.model.is_none()) {
             let dimension = counter.dimension;
-            if dimension.unit == Unit::Percent {
-                self.edit(connection, dimension, |edit| edit.weigh(key, &consumption.cost, now));
-            } else if self.account(dimension, connection).is_some_and(|account| account.is_anchored(now)) {
-                self.edit(connection, dimension, |edit| edit.count(key, *amount, now));
+            if dimension.unit == Unit::Percent || self.account(dimension, connection).is_some() {
+                self.edit(connection, dimension, |edit| edit.record(key, &consumption.cost, dimension, now));
             }
         }
     }
 
     /// Lets windows end whose end has come: everything in them starts at 0.
     pub(super) fn end_windows(&mut self) {
-        for (connection, dimension, alone) in self.ended_windows() {
+        let now = self.now;
+        let ended = |account: &Account| account.head().window_end.is_some_and(|end| end <= now);
+        let ended = self.all_accounts().filter(|(_, _, account)| ended(account));
+        let ended: Vec<_> = ended.map(|(connection, of, _)| (connection.clone(), of)).collect();
+        for (connection, dimension) in ended {
             self.edit(&connection, dimension, |edit| edit.end_window());
-            if alone {
-                self.remove_consumed(&|_| true, Some(dimension), false);
-            }
         }
         self.find_next_window_end();
-    }
-
-    fn ended_windows(&self) -> Vec<(ConnectionId, DimensionKey, bool)> {
-        let all = self.all_accounts();
-        let ended =
-            all.filter(|(_, _, account)| account.head().window_end.is_some_and(|end| end <= self.now));
-        ended
-            .map(|(connection, dimension, account)| (connection.clone(), dimension, account.head().alone))
-            .collect()
     }
 
     fn all_accounts(&self) -> impl Iterator<Item = (&ConnectionId, DimensionKey, &Account)> {
@@ -91,15 +83,21 @@ impl PoolLedger {
             self.all_accounts().filter_map(|(_, _, account)| account.head().window_end).min();
     }
 
-    /// Forgets what providers said and every key's part, of one dimension or of all; of one key its part alone.
-    pub(super) fn forget_accounts(&mut self, api_key: Option<&ApiKeyId>, dimension: Option<DimensionKey>) {
+    /// Forgets what providers said until `from` and every key's part, of one dimension or of all; of one key its part
+    /// alone.
+    pub(super) fn forget_accounts(
+        &mut self,
+        api_key: Option<&ApiKeyId>,
+        dimension: Option<DimensionKey>,
+        from: Timestamp,
+    ) {
         let meant = |of: &DimensionKey| dimension.is_none_or(|only| only == *of);
         let all = self.all_accounts().filter(|(_, of, _)| meant(of));
         let all: Vec<_> = all.map(|(connection, of, _)| (connection.clone(), of)).collect();
         for (connection, of) in all {
             self.edit(&connection, of, |edit| match api_key {
                 Some(key) => edit.forget_part(key, of.unit),
-                None => edit.forget(),
+                None => edit.forget(from),
             });
         }
         self.find_next_window_end();
@@ -110,7 +108,8 @@ impl PoolLedger {
         let idle = self.all_accounts().filter(|(_, of, account)| account.head().is_idle(of.window, self.now));
         let idle: Vec<_> = idle.map(|(connection, of, _)| (connection.clone(), of)).collect();
         for (connection, dimension) in idle {
-            let mut change = self.edit_for_change(&connection, dimension, |edit| edit.forget());
+            let mut change =
+                self.edit_for_change(&connection, dimension, |edit| edit.forget(Timestamp::default()));
             change.after = None;
             self.remove_account(&change.account);
             self.changes.push(Change::Account(Box::new(change)));

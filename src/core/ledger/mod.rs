@@ -266,23 +266,18 @@ impl PoolLedger {
     pub fn reset(&mut self, api_key: Option<&ApiKeyId>, dimension: Option<DimensionKey>, clock: Timestamp) {
         self.advance(clock);
         let meant = |key: &ApiKeyId| api_key.is_none_or(|only| only == key);
-        self.remove_consumed(&meant, dimension, dimension.is_none());
-        self.forget_accounts(api_key, dimension);
+        self.remove_consumed(&meant, dimension);
+        self.forget_accounts(api_key, dimension, self.now);
     }
 
-    /// Takes what is recorded out of the counters of keys that are meant: of one dimension or of all, and of model caps.
-    fn remove_consumed(
-        &mut self,
-        meant: &dyn Fn(&ApiKeyId) -> bool,
-        dimension: Option<DimensionKey>,
-        models: bool,
-    ) {
+    /// Takes what is recorded out of the counters of keys that are meant: of one dimension or, model caps included, of all.
+    fn remove_consumed(&mut self, meant: &dyn Fn(&ApiKeyId) -> bool, dimension: Option<DimensionKey>) {
         let mut removed = Vec::new();
         for (key, counters) in self.keys.iter().filter(|(key, _)| meant(key)) {
             let plan = self.dimensions.iter().zip(&counters.dimensions);
             let plan = plan.map(|(dimension, counter)| (CounterKey::from(dimension.key), counter));
             let plan = plan.filter(|(key, _)| dimension.is_none_or(|only| only == key.dimension));
-            let models = counters.models.iter().filter(|_| models);
+            let models = counters.models.iter().filter(|_| dimension.is_none());
             let models = models.map(|(cap, counter)| (CounterKey::from(cap), counter));
             for (counter_key, counter) in plan.chain(models) {
                 let held = counter.consumed.held().into_iter().filter(|(_, amount)| *amount > 0);
@@ -387,7 +382,7 @@ impl PoolLedger {
             self.hold(random, &hold);
             self.changes.push(Change::Held(random, hold));
         }
-        self.forget_accounts(None, None);
+        self.forget_accounts(None, None, Timestamp::default());
         self.requests.cut(until, latest_deadline);
         self.records.cut(until, latest_deadline.plus_ms(ID_LIFE_MS_MAX));
     }

@@ -7,6 +7,7 @@ use std::{
 
 use super::{AccountUsage, Hold, KeyCounters, PoolLedger, UsageReading};
 use crate::core::{
+    account::Account,
     admission::{AccountReading, Counter, Counters, Reading, Release},
     charge::{Charge, CounterKey, PerCheck},
     ids::{ApiKeyId, ConnectionId, ReservationId},
@@ -78,7 +79,7 @@ impl PoolLedger {
         connections: &[ConnectionId],
     ) -> BTreeMap<ApiKeyId, PerCheck<(f64, f64)>> {
         let with_parts = self.accounts.values().flat_map(|accounts| accounts.values());
-        let with_parts = with_parts.flat_map(|account| account.parts().map(|(key, _)| key));
+        let with_parts = with_parts.flat_map(Account::keys);
         let names: BTreeSet<&ApiKeyId> = self.keys.keys().chain(with_parts).collect();
         let usage = names.into_iter().map(|key| {
             let counters = self.keys.get(key);
@@ -182,7 +183,13 @@ impl PoolLedger {
         let known = connections.iter().filter_map(|connection| Some((connection, accounts.get(connection)?)));
         let readings = known.filter_map(|(connection, account)| {
             let head = account.head();
-            let says_something = head.is_fresh(self.now) || head.window_end.is_some();
+            let window = dimension.window;
+            let alone = head.alone && connections.len() == 1;
+            let slid = account.slid(None, window, self.now).filter(|_| alone).map(|pool| {
+                let key = api_key.and_then(|key| account.slid(Some(key), window, self.now));
+                (key.unwrap_or_default(), pool)
+            });
+            let says_something = head.is_fresh(self.now) || head.window_end.is_some() || slid.is_some();
             says_something.then(|| AccountReading {
                 serving: serving == Some(connection),
                 fraction: head.fraction,
@@ -190,7 +197,8 @@ impl PoolLedger {
                 fresh_until: head.is_fresh(self.now).then_some(head.fresh_until),
                 has_end: head.has_end,
                 window_end: head.window_end,
-                alone: head.alone && connections.len() == 1,
+                alone,
+                slid,
                 key_part: api_key.map_or(0, |key| account.part(key)) as f64,
                 parts: head.parts as f64,
             })

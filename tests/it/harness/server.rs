@@ -81,12 +81,17 @@ impl TestServer {
     /// As [`restart`](Self::restart), with another configuration.
     pub(crate) async fn restart_with(&mut self, change: impl FnOnce(&mut Config)) {
         let _nobody_starts = STARTING.read().await;
-        if let Some(running) = self.running.take() {
-            running.stop().await;
-        }
+        self.stop().await;
         change(&mut self.config);
         let (running, client) = start(&self.config, &self.clock).await;
         (self.running, self.client) = (Some(running), client);
+    }
+
+    /// Stops the server: what it has done is in its database then.
+    pub(crate) async fn stop(&mut self) {
+        if let Some(running) = self.running.take() {
+            running.stop().await;
+        }
     }
 
     /// Moves the clock to `ms` milliseconds after [`T0`], forward or back.
