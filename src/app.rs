@@ -27,6 +27,8 @@ use crate::{
 
 /// How long open calls get to finish when the service stops.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long calls that were cut off take to notice.
+const CUT_OFF_TIMEOUT: Duration = Duration::from_secs(1);
 /// How often what has ended is dropped from memory and from the database.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(60);
 
@@ -40,6 +42,7 @@ pub struct Running {
     background: [JoinHandle<()>; 2],
     stop: CancellationToken,
     cut_off: CancellationToken,
+    service: Service,
     ledger: Arc<SqliteLedger>,
     store: SqliteStore,
     metrics: Arc<Metrics>,
@@ -114,13 +117,13 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
     metrics.observe(&service);
     let (health, server) =
         grpc::server(service.clone(), metrics.rpc(), listener, stop.clone(), &cut_off).await?;
-    let server = tokio::spawn(server);
+    let server = tokio::spawn(watch_server(server, health.clone(), stop.clone()));
     let http_address = http.as_ref().map(|(_, address)| *address);
     let pages = http.map(|(listener, _)| {
         let (serving, stop) = (health.serving(), stop.clone().cancelled_owned());
         tokio::spawn(http::server(service.clone(), Arc::clone(&metrics), serving, listener, stop))
     });
-    let sweeper = tokio::spawn(sweep(Arc::clone(&ledger), service, Arc::clone(&metrics)));
+    let sweeper = tokio::spawn(sweep(Arc::clone(&ledger), service.clone(), Arc::clone(&metrics)));
     let disk_watcher = tokio::spawn(watch_disk(ledger.failing(), health.clone()));
     tracing::info!(driver = "sqlite", data = %store.path().display(), pools, http = http_address.map_or_else(|| "off".to_owned(), |address| address.to_string()), "listening on {address}");
     let background = [sweeper, disk_watcher];
@@ -133,6 +136,7 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
         background,
         stop,
         cut_off,
+        service,
         ledger,
         store,
         metrics,
@@ -211,6 +215,20 @@ async fn watch_disk(mut failing: watch::Receiver<Option<StoreError>>, health: He
     }
 }
 
+/// A server that ends without having been asked to is said, and not sent any more calls.
+async fn watch_server(
+    server: impl Future<Output = Result<(), grpc::ServeError>>,
+    health: Health,
+    stop: CancellationToken,
+) -> Result<(), grpc::ServeError> {
+    let result = server.await;
+    if !stop.is_cancelled() {
+        tracing::error!(?result, "calls are not served any more: restart the service");
+        health.set(false).await;
+    }
+    result
+}
+
 async fn sweep(ledger: Arc<SqliteLedger>, service: Service, metrics: Arc<Metrics>) {
     let mut interval = tokio::time::interval(SWEEP_INTERVAL);
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -238,7 +256,7 @@ impl Running {
     /// Stops in order, each step ending what feeds the next:
     ///
     /// 1. report NOT_SERVING;
-    /// 2. take no new call, and let open ones finish, for a bounded time;
+    /// 2. take no new call, and let open ones and changes of the configuration finish, for a bounded time;
     /// 3. wait until what was asked for is on disk, and let go of the data directory.
     pub async fn stop(self) {
         for task in &self.background {
@@ -258,8 +276,12 @@ impl Running {
             Err(_) => {
                 self.cut_off.cancel();
                 tracing::warn!(?DRAIN_TIMEOUT, "open calls were cut off");
+                if timeout(CUT_OFF_TIMEOUT, &mut server).await.is_err() {
+                    tracing::error!("a call goes on while the store is closed");
+                }
             }
         }
+        self.service.finish_changes().await;
         if let Some(pages) = self.pages {
             pages.abort();
         }

@@ -268,7 +268,7 @@ impl Metrics {
         self.meter
             .u64_observable_counter("quota_share.signals")
             .with_description(
-                "Figures of providers that were reported: taken over, or ignored with their headers",
+                "Figures of providers, reported or with records: taken over, or ignored, as headers that cannot be read",
             )
             .with_callback(move |counter| {
                 let (taken, ignored) = reported.signal_counts();

@@ -139,16 +139,14 @@ impl Load {
         async move {
             let (mut waits, mut made) = (Measured::new().waits, 0);
             loop {
-                let began = Instant::now();
-                let answered = one(&mut client, calls).await?;
-                let now = Instant::now();
-                made += answered;
-                if now >= until {
-                    return Ok((waits, made));
-                }
-                if began >= from {
-                    let each = (now - began).as_micros() as u64 / answered;
-                    waits.record_n(each, answered)?;
+                for (began, ended) in one(&mut client, calls).await?.into_iter().flatten() {
+                    made += 1;
+                    if ended >= until {
+                        return Ok((waits, made));
+                    }
+                    if began >= from {
+                        waits.record((ended - began).as_micros() as u64)?;
+                    }
                 }
             }
         }
@@ -160,22 +158,32 @@ fn share(whole: usize, parts: usize, part: usize) -> usize {
     whole / parts + usize::from(part < whole % parts)
 }
 
-/// How many calls were answered.
-async fn one(client: &mut QuotaShareClient<Channel>, calls: Calls) -> Result<u64, Status> {
+/// When each call was made and answered: one or two.
+async fn one(
+    client: &mut QuotaShareClient<Channel>,
+    calls: Calls,
+) -> Result<[Option<(Instant, Instant)>; 2], Status> {
     let fresh = FRESH.fetch_add(1, Ordering::Relaxed);
     // Every key comes by, neighbours far apart.
     let key = (fresh as usize).wrapping_mul(48_271) % KEYS;
-    match calls {
-        Calls::Check => client.enforce(check(key)).await.map(|_| 1),
-        Calls::Record => client.record_consumption(record(key, format!("{fresh:032x}"))).await.map(|_| 1),
+    let began = Instant::now();
+    let settled = match calls {
+        Calls::Check => client.enforce(check(key)).await.map(|_| None)?,
+        Calls::Record => {
+            client.record_consumption(record(key, format!("{fresh:032x}"))).await.map(|_| None)?
+        }
         Calls::ReserveAndSettle => {
             let answer = client.enforce(reserve(key, format!("{fresh:032x}"))).await?.into_inner();
             if answer.reservation_id.is_empty() {
                 return Err(Status::internal(format!("nothing was held: {}", answer.message)));
             }
+            let held = Instant::now();
             let mut settle = record(key, String::new());
             settle.reservation_id = answer.reservation_id;
-            client.record_consumption(settle).await.map(|_| 2)
+            client.record_consumption(settle).await?;
+            Some((held, Instant::now()))
         }
-    }
+    };
+    let answered = settled.map_or_else(Instant::now, |(held, _)| held);
+    Ok([Some((began, answered)), settled])
 }

@@ -28,10 +28,11 @@ use super::{
 
 /// A fraction of 1 in steps of per cent.
 const FULL: f64 = 1e8;
-/// What a key records within this time is weighed as one: a response is that much older than what it says, at most.
+/// What a key records within this time is weighed as one.
 const SLICE_MS: u64 = 2_000;
-/// Most of them for a key, which reach back as far as streams last; what is older is weighed as one.
-const SLICES_MAX: usize = 300;
+/// Most of them for a key. Past that, neighbours become one, the older the longer, so that they reach back as far as
+/// streams last.
+const SLICES_MAX: usize = 16;
 /// Ends that differ by less than this part of the window are one end.
 const SAME_END_PART: u64 = 20;
 /// Where it is known when a figure was true, an end so much later is another one if the figure is at most half.
@@ -190,10 +191,28 @@ impl Share {
             self.since.push(slice);
         }
         if self.since.len() > SLICES_MAX {
-            let oldest = self.since.remove(0);
-            let next = &mut self.since[0];
-            (next.first, next.weight) = (oldest.first, oldest.weight.and(next.weight));
+            self.join_neighbours(now);
         }
+    }
+
+    /// Joins the two neighbours that span the smallest part of the time until `now`.
+    fn join_neighbours(&mut self, now: Timestamp) {
+        let part = |pair: &[Slice]| {
+            let (span, age) = (pair[1].last.ms_since(pair[0].first), now.ms_since(pair[1].last));
+            span as f64 / (age + SLICE_MS) as f64
+        };
+        let pairs = self.since.windows(2).enumerate();
+        let least = pairs.min_by(|(_, a), (_, b)| part(a).total_cmp(&part(b))).map(|(index, _)| index);
+        if let Some(index) = least {
+            let older = self.since.remove(index);
+            let newer = &mut self.since[index];
+            (newer.first, newer.weight) = (older.first, older.weight.and(newer.weight));
+        }
+    }
+
+    /// How much it takes to keep it.
+    pub fn slices(&self) -> usize {
+        self.since.len().max(1)
     }
 
     /// What was recorded by `until`.
@@ -223,14 +242,28 @@ pub struct Account {
 pub struct AccountChange {
     /// Which account.
     pub account: AccountKey,
-    /// `None`: nothing was known.
+    /// `None`: nothing was known. For undoing, and not kept.
+    #[serde(skip)]
     pub before: Option<Head>,
     /// `None`: forgotten.
     pub after: Option<Head>,
-    /// Keys that differ: before and after.
-    pub shares: Vec<(ApiKeyId, Share, Share)>,
-    /// PERCENT: how much was split over keys, in steps.
+    /// Keys that differ.
+    pub shares: Vec<ShareChange>,
+    /// PERCENT: how much was split over keys beyond what they had stated, in steps. Not kept.
+    #[serde(skip)]
     pub risen: u64,
+}
+
+/// A change of a key's share.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ShareChange {
+    /// Whose.
+    pub key: ApiKeyId,
+    /// What it was. For undoing, and not kept.
+    #[serde(skip)]
+    pub before: Share,
+    /// What it is.
+    pub after: Share,
 }
 
 impl Head {
@@ -346,9 +379,9 @@ impl<'a> Edit<'a> {
         let now = &self.account.shares;
         let shares = self.shares_before.into_iter().map(|(key, before)| {
             let after = now.get(&key).cloned().unwrap_or_default();
-            (key, before, after)
+            ShareChange { key, before, after }
         });
-        let shares = shares.filter(|(_, before, after)| before != after).collect();
+        let shares = shares.filter(|share| share.before != share.after).collect();
         let after = Some(self.account.head.clone());
         AccountChange { account, before: self.before, after, shares, risen: self.risen }
     }
@@ -422,7 +455,7 @@ impl<'a> Edit<'a> {
         self.account.head = Head { touched_at, alone, window_start: from, ..Head::default() };
     }
 
-    /// Reads a figure at `now`, which is not before the end of the known window. `carried` gives what each key has used in
+    /// Reads a figure at `now`, which is before the end of the window that is known. `carried` gives what each key has used in
     /// the sliding window, for a countable dimension that enters the provider's.
     ///
     /// # Errors
@@ -514,7 +547,10 @@ impl<'a> Edit<'a> {
         let stated = Split::new(&weights, |weight| weight.percent);
         let by_statement = rise.min(stated.sum);
         self.give(&shares, &stated, by_statement);
-        let left = self.give(&shares, &Split::by_weight(&weights), rise - by_statement);
+        let rest = rise - by_statement;
+        let left = self.give(&shares, &Split::by_weight(&weights), rest);
+        // What was stated has been counted when it was.
+        self.risen += rest - left;
         self.account.head.external += left;
         for (key, _) in shares {
             let share = self.share(&key).after(until);
@@ -527,7 +563,6 @@ impl<'a> Edit<'a> {
         if split.sum == 0 {
             return amount;
         }
-        self.risen += amount;
         let mut left = amount;
         let mut largest = 0;
         for (index, weight) in split.weights.iter().enumerate() {

@@ -29,11 +29,13 @@ use super::{
 };
 
 /// The highest fraction that is believed: accounts go past a limit by what is in flight, not by half of it.
-const FRACTION_MAX: f64 = 1.5;
+pub const FRACTION_MAX: f64 = 1.5;
 /// No figure and no time needs more.
 const VALUE_BYTES_MAX: usize = 256;
-/// How far ahead a bucket may be full again: the longest window there is.
-const REFILL_AHEAD_MAX_MS: u64 = 366 * 86_400_000;
+/// How far ahead the end of `window` may be: its length, and a twentieth of it, since ends wander.
+const fn end_ahead_max_ms(window: Window) -> u64 {
+    window.length_ms() + window.length_ms() / 20
+}
 
 /// What headers say of one dimension of an account.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -58,6 +60,16 @@ pub enum Reset {
 }
 
 impl Reset {
+    /// What an `end` means that was named at `observed_at` without saying of what: of the window if it can be, else of the
+    /// figure alone.
+    pub fn of(window: Window, observed_at: Timestamp, end: Timestamp) -> Reset {
+        if end.ms_since(observed_at) <= end_ahead_max_ms(window) {
+            Reset::WindowEnd(end)
+        } else {
+            Reset::Refill(end)
+        }
+    }
+
     /// The end, where it is known.
     pub const fn end(self) -> Option<Timestamp> {
         match self {
@@ -265,8 +277,8 @@ impl<'a> Group<'a> {
         let end = family.times.iter().find_map(|read| read(text, observed_at));
         let reset = end.map(family.reset).ok_or(Fault(Part::End, "not a time in a known format"))?;
         let ahead_max_ms = match reset {
-            Reset::Refill(_) => REFILL_AHEAD_MAX_MS,
-            _ => window.length_ms() + window.length_ms() / 20,
+            Reset::Refill(_) => Window::LONGEST_MS,
+            _ => end_ahead_max_ms(window),
         };
         match reset.end() {
             Some(end) if end.ms_since(observed_at) > ahead_max_ms => Err(Fault(Part::End, "too far ahead")),

@@ -46,6 +46,7 @@ fn least_wait(
     passes: &dyn Fn(Timestamp) -> bool,
 ) -> Option<u64> {
     ends.sort_unstable();
+    ends.dedup();
     let last_deadline = reading.releases.last().map_or(0, |release| release.deadline.ms_since(reading.at));
     let last_end = ends.last().map_or(0, |end| end.ms_since(reading.at));
     let longest = charge.checks.iter().map(|check| check.counter.dimension.window.length_ms()).max();

@@ -19,6 +19,8 @@ pub struct Window {
 }
 
 impl Window {
+    /// The longest length in milliseconds.
+    pub const LONGEST_MS: u64 = 366 * DAY_MS;
     /// One hour.
     pub const HOURLY: Window = Window { length_ms: HOUR_MS };
 
@@ -47,7 +49,8 @@ impl Window {
 
     /// The window of this length, or `None` if no window has it.
     pub fn from_ms(length_ms: u64) -> Option<Window> {
-        let valid = length_ms.is_multiple_of(SECOND_MS) && (SECOND_MS..=366 * DAY_MS).contains(&length_ms);
+        let valid =
+            length_ms.is_multiple_of(SECOND_MS) && (SECOND_MS..=Self::LONGEST_MS).contains(&length_ms);
         valid.then_some(Window { length_ms })
     }
 

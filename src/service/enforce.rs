@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use arc_swap::Guard;
+
 use super::{LOOKS_MAX, Service, explain, is_gone};
 use crate::{
     core::{
@@ -108,7 +110,11 @@ impl Service {
     }
 
     async fn decide(&self, call: &EnforceCall) -> Result<Decision, LedgerError> {
-        let directory = self.0.directory.load();
+        let directory = match call.reserve {
+            None => self.0.directory.load(),
+            // A hold waits for the disk, and a thread has few guards that cost nothing.
+            Some(_) => Guard::from_inner(self.0.directory.load_full()),
+        };
         let config_revision = directory.revision();
         let Some((entry, allocation)) = directory.find(&call.api_key, &call.connection) else {
             return Ok(Decision { config_revision, soft_factor: 1.0, decided: None });

@@ -63,12 +63,14 @@ struct Inner {
     start: Start,
     started_at: Timestamp,
     counts: Counts,
+    /// Where changes of the directory run: not where they were asked for, which may end before they do.
+    runtime: tokio::runtime::Handle,
     /// Held by the one change of the directory that is under way.
     turn: tokio::sync::Mutex<()>,
 }
 
 impl Service {
-    /// A service that starts from `directory`, which `store` has loaded.
+    /// A service that starts from `directory`, which `store` has loaded. Call within the Tokio runtime that lasts as long.
     pub fn new(
         directory: Directory,
         store: Arc<dyn DirectoryStore>,
@@ -79,7 +81,13 @@ impl Service {
         let directory = ArcSwap::from_pointee(directory);
         let started_at = clock.now();
         let (counts, turn) = (Counts::default(), tokio::sync::Mutex::new(()));
-        Self(Arc::new(Inner { directory, ledger, store, clock, start, started_at, counts, turn }))
+        let runtime = tokio::runtime::Handle::current();
+        Self(Arc::new(Inner { directory, ledger, store, clock, start, started_at, counts, runtime, turn }))
+    }
+
+    /// Waits until the change of the directory that is under way is done.
+    pub async fn finish_changes(&self) {
+        drop(self.0.turn.lock().await);
     }
 
     /// The configuration at one revision.

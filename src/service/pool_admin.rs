@@ -168,7 +168,7 @@ impl Service {
     /// It goes on when the caller hangs up, so that what is stored is also in force.
     pub(super) async fn change_all(&self, change: Change) -> Result<Vec<Write>, AdminError> {
         let service = self.clone();
-        let task = tokio::spawn(async move { service.change_in_turn(change).await });
+        let task = self.0.runtime.spawn(async move { service.change_in_turn(change).await });
         task.await.unwrap_or_else(|ended| {
             let source = Arc::new(ended);
             let (store, doing) = ("this replica", "changing the configuration");

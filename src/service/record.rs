@@ -135,13 +135,17 @@ impl Service {
         let counts = counts(entry, allocation, call.model.as_ref(), &call.cost);
         let connection =
             Some(&call.connection).filter(|connection| entry.pool.connections.contains(connection));
-        let observations = match connection {
+        let (observations, unreadable) = match connection {
             Some(_) => self.observations(entry, &call.headers),
-            None => Vec::new(),
+            None => (Vec::new(), 0),
         };
+        let figures = observations.len();
         let connection = connection.cloned();
         let consumption = Consumption { counts, connection, observations, ..consumption };
         let recorded = self.0.ledger.record(entry.history.created_revision, &consumption).await?;
+        if figures + unreadable > 0 {
+            self.0.counts.signals(figures - recorded.unread, unreadable + recorded.unread);
+        }
         Ok(RecordOutcome {
             duplicate: recorded.duplicate,
             reservation_expired: recorded.reservation_expired,

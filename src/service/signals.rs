@@ -1,17 +1,18 @@
 //! What providers say of their accounts, reported on purpose or read from responses.
 
-use super::{AdminError, LOOKS_MAX, Service, is_gone};
-use crate::core::{
-    account::Observation,
-    directory::{ChangeRefused, PoolEntry},
-    headers::{self, HeaderReading, HeaderSignal, Reset},
-    ids::{ConnectionId, Faults},
-    plan::DimensionKey,
-    units::Timestamp,
+use super::{AdminError, LOOKS_MAX, Service};
+use crate::{
+    core::{
+        account::Observation,
+        directory::{ChangeRefused, PoolEntry},
+        headers::{self, HeaderReading, HeaderSignal, Reset},
+        ids::{ConnectionId, Faults},
+        plan::DimensionKey,
+        units::Timestamp,
+        window::Window,
+    },
+    store::LedgerError,
 };
-
-/// How far ahead a figure may end, in ms: the longest window there is.
-const END_AHEAD_MAX_MS: u64 = 366 * 86_400_000;
 
 /// What is reported of one connection.
 #[derive(Clone, Debug)]
@@ -71,8 +72,7 @@ impl Service {
         let mut looks = 1;
         loop {
             let outcome = self.report_once(call).await;
-            let gone =
-                matches!(&outcome, Err(AdminError::Ledger(error)) if is_gone::<()>(&Err(error.clone())));
+            let gone = matches!(outcome, Err(AdminError::Ledger(LedgerError::PoolRemoved)));
             if !gone || looks == LOOKS_MAX {
                 return outcome;
             }
@@ -111,17 +111,21 @@ impl Service {
         Ok(outcome)
     }
 
-    /// What the headers that came with a record say of the dimensions of `entry`'s plan.
-    pub(super) fn observations(&self, entry: &PoolEntry, headers: &ResponseHeaders) -> Vec<Observation> {
+    /// What the headers that came with a record say of the dimensions of `entry`'s plan, and how many could not be read.
+    pub(super) fn observations(
+        &self,
+        entry: &PoolEntry,
+        headers: &ResponseHeaders,
+    ) -> (Vec<Observation>, usize) {
         if headers.headers.is_empty() {
-            return Vec::new();
+            return (Vec::new(), 0);
         }
         let now = self.0.clock.now();
         let source = Source { believed: false, age_known: headers.age_ms.is_some() };
-        let seen = headers.read(now).signals.into_iter().map(|signal| headers.seen(&signal, now));
-        seen.filter(|seen| has_dimension(entry, seen.said.dimension))
-            .map(|seen| self.observation(entry, &seen, source))
-            .collect()
+        let HeaderReading { signals, ignored } = headers.read(now);
+        let seen = signals.into_iter().map(|signal| headers.seen(&signal, now));
+        let seen = seen.filter(|seen| has_dimension(entry, seen.said.dimension));
+        (seen.map(|seen| self.observation(entry, &seen, source)).collect(), ignored.len())
     }
 
     fn observation(&self, entry: &PoolEntry, seen: &Seen, source: Source) -> Observation {
@@ -186,22 +190,15 @@ fn reported(utilizations: &[Utilization], now: Timestamp) -> Result<Vec<Seen>, C
     let mut all = Vec::new();
     for (index, said) in utilizations.iter().enumerate() {
         let observed_at = said.observed_at.unwrap_or(now).min(now);
-        let possible = |end: Timestamp| (1..=END_AHEAD_MAX_MS).contains(&end.ms_since(observed_at));
+        let possible = |end: Timestamp| (1..=Window::LONGEST_MS).contains(&end.ms_since(observed_at));
         if let Some(end) = said.resets_at.filter(|end| !possible(*end)) {
             let accepted = "an instant after observed_at, by up to 366 days";
             let given = format!("{} ms since 1970", end.unix_ms());
             faults.add(format!("utilizations[{index}].resets_at"), given, accepted);
         }
-        let reset = reset(said, observed_at);
+        let window = said.dimension.window;
+        let reset = said.resets_at.map_or(Reset::Unknown, |end| Reset::of(window, observed_at, end));
         all.push(Seen { said: Utilization { observed_at: Some(observed_at), ..*said }, observed_at, reset });
     }
     if faults.is_empty() { Ok(all) } else { Err(ChangeRefused::Invalid(faults.into_vec())) }
-}
-
-/// An end within the window's length and a twentieth of it is that of the window; a later one ends the figure alone.
-fn reset(said: &Utilization, observed_at: Timestamp) -> Reset {
-    let Some(end) = said.resets_at else { return Reset::Unknown };
-    let length_ms = said.dimension.window.length_ms();
-    let in_window = end.ms_since(observed_at) <= length_ms + length_ms / 20;
-    if in_window { Reset::WindowEnd(end) } else { Reset::Refill(end) }
 }

@@ -12,10 +12,10 @@ use crate::model::{
     Call, ID_LIFE_MS, Rig, START, allocation, cost, dimension, dimension_spec, key, pool, tokens,
 };
 
-const COUNTED: Recorded = Recorded { duplicate: false, reservation_expired: false };
-const DUPLICATE: Recorded = Recorded { duplicate: true, reservation_expired: false };
-const LATE: Recorded = Recorded { duplicate: false, reservation_expired: true };
-const LATE_DUPLICATE: Recorded = Recorded { duplicate: true, reservation_expired: true };
+const COUNTED: Recorded = Recorded { duplicate: false, reservation_expired: false, unread: 0 };
+const DUPLICATE: Recorded = Recorded { duplicate: true, reservation_expired: false, unread: 0 };
+const LATE: Recorded = Recorded { duplicate: false, reservation_expired: true, unread: 0 };
+const LATE_DUPLICATE: Recorded = Recorded { duplicate: true, reservation_expired: true, unread: 0 };
 
 /// Makes the text of a reservation id that does not hold.
 type MakeId<'a> = &'a dyn Fn(&mut Rig) -> String;

@@ -467,4 +467,6 @@ async fn what_was_true_before_a_reset_of_usage_does_not_come_back() {
     let record = spent("A", "c1", tokens(1)).with_headers(codex(300, 100.0, 17_000), 30);
     told(server.quota().record_consumption(record).await);
     assert_eq!(server.enforce("A", "c1", None).await.verdict(), Verdict::Allow);
+    let text = server.page("/metrics").await.1;
+    assert!(text.contains("quota_share_signals_total{outcome=\"ignored\"} 1"), "{text}");
 }

@@ -2,7 +2,7 @@
 
 use super::{Change, Consumption, PoolLedger};
 use crate::core::{
-    account::{Account, AccountChange, AccountKey, Edit, Observation, Unread},
+    account::{Account, AccountChange, AccountKey, Edit, Head, Observation, Unread},
     headers::Reset,
     ids::{ApiKeyId, ConnectionId},
     plan::DimensionKey,
@@ -108,8 +108,8 @@ impl PoolLedger {
         let idle = self.all_accounts().filter(|(_, of, account)| account.head().is_idle(of.window, self.now));
         let idle: Vec<_> = idle.map(|(connection, of, _)| (connection.clone(), of)).collect();
         for (connection, dimension) in idle {
-            let mut change =
-                self.edit_for_change(&connection, dimension, |edit| edit.forget(Timestamp::default()));
+            let ((), mut change) =
+                self.change(&connection, dimension, |edit| edit.forget(Timestamp::default()));
             change.after = None;
             self.remove_account(&change.account);
             self.changes.push(Change::Account(Box::new(change)));
@@ -123,9 +123,8 @@ impl PoolLedger {
         dimension: DimensionKey,
         edit: impl FnOnce(&mut Edit<'_>) -> T,
     ) -> T {
-        let mut answer = None;
-        let change = self.edit_for_change(connection, dimension, |of| answer = Some(edit(of)));
-        if change.before.is_none() && change.after == Some(Default::default()) {
+        let (answer, change) = self.change(connection, dimension, edit);
+        if change.before.is_none() && change.after == Some(Head::default()) {
             self.remove_account(&change.account);
         } else if change.before != change.after || !change.shares.is_empty() {
             if change.risen > 0 {
@@ -135,22 +134,21 @@ impl PoolLedger {
             self.next_window_end = self.next_window_end.into_iter().chain(end).min();
             self.changes.push(Change::Account(Box::new(change)));
         }
-        let Some(answer) = answer else { unreachable!("the edit was made") };
         answer
     }
 
-    fn edit_for_change(
+    fn change<T>(
         &mut self,
         connection: &ConnectionId,
         dimension: DimensionKey,
-        edit: impl FnOnce(&mut Edit<'_>),
-    ) -> AccountChange {
+        edit: impl FnOnce(&mut Edit<'_>) -> T,
+    ) -> (T, AccountChange) {
         let accounts = self.accounts.entry(dimension).or_default();
         let is_new = !accounts.contains_key(connection);
         let account = accounts.entry(connection.clone()).or_default();
         let mut change = Edit::new(account, is_new);
-        edit(&mut change);
-        change.finish(AccountKey { connection: connection.clone(), dimension })
+        let answer = edit(&mut change);
+        (answer, change.finish(AccountKey { connection: connection.clone(), dimension }))
     }
 
     fn remove_account(&mut self, account: &AccountKey) {
@@ -168,20 +166,23 @@ impl PoolLedger {
         let accounts = self.accounts.entry(account.dimension).or_default();
         let known = accounts.entry(account.connection).or_default();
         let head = after.unwrap_or_else(|| known.head().clone());
-        known.put(Some(head), shares.into_iter().map(|(key, _, after)| (key, after)));
-        self.find_next_window_end();
+        let end = head.window_end;
+        known.put(Some(head), shares.into_iter().map(|share| (share.key, share.after)));
+        self.next_window_end = self.next_window_end.into_iter().chain(end).min();
     }
 
     /// Undoes a change that could not be made durable.
     pub(super) fn revert_account(&mut self, change: AccountChange) {
-        self.dimension_mut(change.account.dimension).sampler.take_back(change.risen);
+        if change.risen > 0 {
+            self.dimension_mut(change.account.dimension).sampler.take_back(change.risen);
+        }
         let AccountChange { account, before, shares, .. } = change;
         if before.is_none() {
             self.remove_account(&account);
         } else {
             let accounts = self.accounts.entry(account.dimension).or_default();
             let known = accounts.entry(account.connection).or_default();
-            known.put(before, shares.into_iter().map(|(key, before, _)| (key, before)));
+            known.put(before, shares.into_iter().map(|share| (share.key, share.before)));
         }
         self.find_next_window_end();
     }

@@ -128,6 +128,8 @@ pub struct Recorded {
     pub duplicate: bool,
     /// Its reservation had expired or was unknown.
     pub reservation_expired: bool,
+    /// Figures that came with it and were not taken.
+    pub unread: usize,
 }
 
 /// A call that contradicts an earlier one. Nothing has changed.
@@ -159,6 +161,8 @@ pub enum ReservationState {
 }
 
 /// One effect on a ledger. Effects are made durable in their order, or reverted newest first.
+///
+/// Stores keep them as they are serialized: what is added comes last, and what changes is another format.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Change {
     /// What is recorded in a bucket differs by `delta` steps.
@@ -180,17 +184,18 @@ pub enum Change {
     Sampled {
         /// Of which dimension.
         dimension: DimensionKey,
-        /// The rate before.
+        /// The rate before. For undoing, and not kept.
+        #[serde(skip)]
         before: BurnRate,
         /// The rate after.
         after: BurnRate,
     },
-    /// What is known of an account differs.
-    Account(Box<AccountChange>),
     /// A counted call is remembered.
     Record(CallId, RecordMemory),
     /// A request id is remembered.
     Request(CallId, RequestMemory),
+    /// What is known of an account differs.
+    Account(Box<AccountChange>),
 }
 
 /// What usage shows: for each asked dimension, recorded and held, in steps.

@@ -205,12 +205,12 @@ impl PoolLedger {
             }
             self.record_on_accounts(consumption);
         }
-        if let Some(connection) = &consumption.connection {
-            for seen in &consumption.observations {
-                // A record is answered whatever became of the figures that came with it.
-                let _ = self.observe(connection, seen);
-            }
-        }
+        let observations = consumption
+            .connection
+            .iter()
+            .flat_map(|connection| consumption.observations.iter().map(move |seen| (connection, seen)));
+        let unread =
+            observations.filter(|(connection, seen)| self.observe(connection, seen).is_err()).count();
         if !duplicate {
             let dimensions = consumption.counts.iter().filter(|(counter, _)| counter.model.is_none());
             dimensions.for_each(|(counter, _)| self.sample(counter.dimension));
@@ -224,7 +224,7 @@ impl PoolLedger {
         if let (Some(call), None) = (consumption.idempotency, counted) {
             self.remember(call, memory(remembered_until));
         }
-        Ok(Recorded { duplicate, reservation_expired: late })
+        Ok(Recorded { duplicate, reservation_expired: late, unread })
     }
 
     /// Gives a reservation back without any cost; false if it is not open. `api_key`, if given, must be its key.

@@ -447,6 +447,7 @@ impl Ledger for SqliteLedger {
         connection: &ConnectionId,
         seen: &[Observation],
     ) -> Result<Vec<Result<(), Unread>>, LedgerError> {
+        self.check_room("calls that wait for the disk", &self.shared.waiting, WAITING_MAX)?;
         self.write(pool, |ledger, now| Ok(ledger.report(connection, seen, now)), |_| true).await
     }
 

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     core::{
-        account::{AccountChange, AccountKey, Share},
+        account::{AccountChange, AccountKey, Share, ShareChange},
         burn_rate::{BurnRate, Sample},
         charge::CounterKey,
         ids::{ApiKeyId, ConnectionId, Model, PoolRevision, ReservationId},
@@ -150,7 +150,7 @@ fn read_account(row: &SqliteRow) -> Result<(PoolRevision, Change), StoreError> {
         key => {
             let key = ApiKeyId::parse("api_key_id", key).map_err(not_an_id)?;
             let share = serde_json::from_str(state).map_err(unreadable)?;
-            change.shares.push((key, Share::default(), share));
+            change.shares.push(ShareChange { key, before: Share::default(), after: share });
         }
     }
     Ok((pool, Change::Account(Box::new(change))))

@@ -20,11 +20,14 @@ use crate::{
     store::StoreError,
 };
 
-/// Most rows that are gathered, whatever the time: bounds memory, and the time of a start after a crash.
+/// Rows that are gathered at most before they are folded, whatever the time.
 const GATHERED_MAX: usize = 200_000;
+/// What a commit writes into the tables when the service stops: the bound on a stop is that of a disk.
+const FINISHING_WEIGHT: usize = 20_000;
 /// Entries that a commit deletes.
 const DELETED_AT_ONCE: u64 = 64;
-/// The encoding of entries, their first byte.
+/// The encoding of entries, their first byte. It stands for three things, of which none may change without it: how a
+/// [`Change`] is written, which rows it becomes, and their order, in which a fold that was cut off goes on.
 const VERSION: u8 = 1;
 
 /// The effects of one commit, by pool.
@@ -35,7 +38,8 @@ pub(super) type Effects<'a> = Vec<(PoolRevision, Vec<&'a Change>)>;
 pub(super) struct Pace {
     /// How long effects are gathered: the tables are as far behind, and a start after a crash has as much to make up for.
     gather_time: Duration,
-    /// What a commit writes into the tables, by [`RowWrite::weight`].
+    /// What a commit writes into the tables at least, by [`RowWrite::weight`]; it is twice what it adds to the log, so that
+    /// the tables catch up.
     piece_weight: usize,
 }
 
@@ -88,7 +92,11 @@ impl Log {
         let (folding, _) = read(&mut transaction, marks.folded_to, marks.folding_to).await?;
         let (rest, last) = read(&mut transaction, marks.folding_to.max(marks.folded_to), i64::MAX).await?;
         let half_written = folding.in_order();
-        let missing = half_written.get(marks.folding_rows as usize..).unwrap_or_default();
+        let missing = half_written.get(marks.folding_rows as usize..).ok_or_else(|| {
+            let expected =
+                format!("at most {}, the rows of the entries that are being folded", half_written.len());
+            corrupt("service.folding_rows", marks.folding_rows, expected)
+        })?;
         write_all(missing, pace, &mut transaction).await.map_err(&failed)?;
         write_all(&rest.in_order(), pace, &mut transaction).await.map_err(&failed)?;
         let last = last.max(marks.folding_to).max(marks.folded_to);
@@ -113,7 +121,8 @@ impl Log {
         seen: Timestamp,
     ) -> Result<(), sqlx::Error> {
         self.start_folding(self.pace.gather_time);
-        let (piece, marks) = self.next_piece();
+        let added = effects.iter().map(|(_, changes)| changes.len()).sum::<usize>();
+        let (piece, marks) = self.next_piece(self.pace.piece_weight.max(2 * added));
         let last = self.last + u64::from(!effects.is_empty());
         let entry = if effects.is_empty() { None } else { Some(encode(effects)?) };
         let delete_to = (marks.folded_to as u64).min(self.deleted_to + DELETED_AT_ONCE);
@@ -159,6 +168,8 @@ impl Log {
         connection: &SqlitePool,
         seen: Timestamp,
     ) -> Result<(), sqlx::Error> {
+        // Nobody waits for a commit any more.
+        self.pace.piece_weight = self.pace.piece_weight.max(FINISHING_WEIGHT);
         while self.due_in().is_some() {
             self.start_folding(Duration::ZERO);
             self.commit(connection, &Vec::new(), seen).await?;
@@ -177,10 +188,10 @@ impl Log {
     }
 
     /// What is to be written into the tables next, and how far they are then.
-    fn next_piece(&self) -> (Piece, Marks) {
+    fn next_piece(&self, weight: usize) -> (Piece, Marks) {
         let Some(fold) = &self.folding else { return (Piece::default(), self.marks) };
         let rest = &fold.rows[self.marks.folding_rows as usize..];
-        let piece = Piece::first_of(rest, self.pace.piece_weight);
+        let piece = Piece::first_of(rest, weight);
         let to = fold.to as i64;
         let marks = if piece.len == rest.len() {
             Marks { folded_to: to, ..Marks::default() }
@@ -192,7 +203,7 @@ impl Log {
     }
 }
 
-/// A whole commit as one text, so that it is one message to the thread of the database: each one more would wait for its
+/// A whole commit as one text, so that it is one message to the thread of the database: each statement would wait for its
 /// turn on a busy machine.
 const COMMIT: &str = concat!(
     "BEGIN IMMEDIATE;",
@@ -245,7 +256,7 @@ fn decode(seq: i64, entry: &[u8]) -> Result<Vec<(PoolRevision, Vec<Change>)>, St
             Err(corrupt(
                 what(),
                 version,
-                format!("version {VERSION}, which this version of the service writes"),
+                format!("version {VERSION}: start the version that wrote it once, and stop it with SIGTERM"),
             ))
         }
     }
@@ -264,7 +275,7 @@ mod tests {
     use super::*;
     use crate::{
         core::{
-            account::{AccountChange, AccountKey, Head, Share},
+            account::{AccountChange, AccountKey, Head, Share, ShareChange},
             burn_rate::{BurnRate, Sample},
             charge::CounterKey,
             ids::{ApiKeyId, CallId, ConnectionId, Fingerprint},
@@ -280,6 +291,9 @@ mod tests {
     const POOL: PoolRevision = PoolRevision(7);
     const DIMENSION: DimensionKey = DimensionKey { unit: Unit::Tokens, window: Window::HOURLY };
     const NOW: Timestamp = Timestamp::from_unix_ms(1_782_864_000_000);
+    /// Late in the text of a commit.
+    const BREAK: &str =
+        "CREATE TRIGGER sick BEFORE UPDATE ON service BEGIN SELECT RAISE(ABORT, 'the disk is sick'); END";
     /// Everything is due at once, and a piece is a row or two.
     const HASTY: Pace = Pace { gather_time: Duration::ZERO, piece_weight: 2 };
 
@@ -288,6 +302,8 @@ mod tests {
         Commit(Vec<Op>),
         /// A commit of nothing but what the log has to do.
         Idle,
+        /// A commit that the disk does not take.
+        Fail(Vec<Op>),
         /// The process is killed, and another one starts.
         Kill,
     }
@@ -308,8 +324,8 @@ mod tests {
         Forget,
     }
 
-    fn any_step() -> impl Strategy<Value = Step> {
-        let op = prop_oneof![
+    fn any_op() -> impl Strategy<Value = Op> {
+        prop_oneof![
             4 => (0..4usize, 1..9u64).prop_map(|(key, steps)| Op::Consume(key, steps)),
             1 => (0..4usize).prop_map(Op::Reset),
             3 => (0..6u8).prop_map(Op::Hold),
@@ -319,11 +335,15 @@ mod tests {
             1 => any::<u8>().prop_map(Op::Remember),
             2 => (0..4usize, 0..3u64).prop_map(|(key, part)| Op::Part(key, part)),
             1 => Just(Op::Forget),
-        ];
+        ]
+    }
+
+    fn any_step() -> impl Strategy<Value = Step> {
         prop_oneof![
-            4 => prop::collection::vec(op, 1..6).prop_map(Step::Commit),
+            4 => prop::collection::vec(any_op(), 1..6).prop_map(Step::Commit),
             4 => Just(Step::Idle),
             1 => Just(Step::Kill),
+            1 => prop::collection::vec(any_op(), 1..6).prop_map(Step::Fail),
         ]
     }
 
@@ -388,8 +408,10 @@ mod tests {
         fn account(&mut self, shares: Vec<(String, u64, u64)>) -> Change {
             let parts = self.parts.values().sum();
             self.account = Some(parts);
-            let shares = shares.into_iter().map(|(key, before, after)| {
-                (ApiKeyId::parse("key", &key).unwrap(), Share::of(before), Share::of(after))
+            let shares = shares.into_iter().map(|(key, before, after)| ShareChange {
+                key: ApiKeyId::parse("key", &key).unwrap(),
+                before: Share::of(before),
+                after: Share::of(after),
             });
             let connection = ConnectionId::parse("connection", "c").unwrap();
             Change::Account(Box::new(AccountChange {
@@ -443,7 +465,7 @@ mod tests {
             Change::Account(change) => {
                 found.account = change.after.map(|head| head.parts).or(found.account);
                 let shares = change.shares.into_iter();
-                found.parts.extend(shares.map(|(key, _, share)| (key.to_string(), share.part)));
+                found.parts.extend(shares.map(|share| (share.key.to_string(), share.after.part)));
             }
             Change::Record(call, _) if !found.remembered.insert(call.0[0]) => twice = Some(call),
             _ => {}
@@ -464,6 +486,14 @@ mod tests {
             let changes: Vec<Change> = match step {
                 Step::Commit(ops) => ops.iter().flat_map(|op| truth.effects(op)).collect(),
                 Step::Idle => Vec::new(),
+                Step::Fail(ops) => {
+                    let changes: Vec<Change> = ops.iter().flat_map(|op| truth.clone().effects(op)).collect();
+                    sqlx::query(BREAK).execute(&connection).await.unwrap();
+                    let effects = vec![(POOL, changes.iter().collect())];
+                    assert!(log.commit(&connection, &effects, NOW).await.is_err());
+                    sqlx::query("DROP TRIGGER sick").execute(&connection).await.unwrap();
+                    continue;
+                }
                 Step::Kill => {
                     log = Log::recover(&connection, HASTY).await.unwrap();
                     assert_eq!(read_tables(&connection).await, truth);

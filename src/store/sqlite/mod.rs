@@ -125,8 +125,11 @@ impl SqliteStore {
             .synchronous(SqliteSynchronous::Full)
             .busy_timeout(BUSY_TIMEOUT)
             .disable_statement_logging();
-        let pool = SqlitePoolOptions::new().max_connections(1).idle_timeout(None).max_lifetime(None);
+        // A connection to a file of this process does not go away: it need not be asked before each use.
+        let pool = SqlitePoolOptions::new().max_connections(1).test_before_acquire(false);
         let connection = pool
+            .idle_timeout(None)
+            .max_lifetime(None)
             .connect_with(options)
             .await
             .map_err(|source| OpenError::Database { path: path.clone(), source })?;
@@ -151,7 +154,7 @@ impl SqliteStore {
         &self.path
     }
 
-    /// Writes the log back into the file and lets go of both.
+    /// Writes the write-ahead log back into the file and lets go of both.
     pub async fn close(&self) {
         self.connection.close().await;
     }

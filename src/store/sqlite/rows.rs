@@ -7,7 +7,7 @@ use serde::Serialize;
 use sqlx::{Sqlite, query::Query, sqlite::SqliteArguments};
 
 use crate::core::{
-    account::{AccountChange, AccountKey, Head, Share},
+    account::{AccountChange, AccountKey, Head, Share, ShareChange},
     burn_rate::{BurnRate, Sample},
     charge::CounterKey,
     ids::{ApiKeyId, CallId, Fingerprint, Model, PoolRevision, ReservationId},
@@ -82,6 +82,7 @@ impl RowWrite {
     pub(super) fn weight(&self) -> usize {
         match self {
             RowWrite::Calls(_, calls) => calls.len().div_ceil(BYTES_OF_A_SMALL_ROW),
+            RowWrite::Share(_, _, _, share) => share.slices(),
             _ => 1,
         }
     }
@@ -140,8 +141,8 @@ impl Rows {
 
     fn add_account(&mut self, pool: PoolRevision, change: &AccountChange) {
         let AccountChange { account, before: _, after, shares, risen: _ } = change;
-        for (key, _, share) in shares {
-            self.shares.insert((pool, account.clone(), key.clone()), share.clone());
+        for ShareChange { key, before: _, after } in shares {
+            self.shares.insert((pool, account.clone(), key.clone()), after.clone());
         }
         self.accounts.insert((pool, account.clone()), after.clone());
     }
@@ -150,9 +151,15 @@ impl Rows {
         self.calls.entry(ends_at.unix_ms() / SLICE_MS).or_default()
     }
 
-    /// How many rows of counters and reservations there are.
+    /// How much there is, in small rows.
     pub(super) fn len(&self) -> usize {
-        self.consumption.len() + self.reservations.len() + self.shares.len()
+        let calls: usize = self.calls.values().map(Vec::len).sum();
+        self.consumption.len()
+            + self.reservations.len()
+            + self.rates.len()
+            + self.accounts.len()
+            + self.shares.len()
+            + calls / BYTES_OF_A_SMALL_ROW
     }
 
     /// The rows in the order of the tables: the same whenever the same changes were added in the same order.
@@ -183,7 +190,7 @@ impl Rows {
     }
 }
 
-/// Rows as parameters of [`WRITE`]. A table that gets none has NULL, of which `json_each` makes no row.
+/// Rows as parameters of [`write_rows`]. A table that gets none has NULL, of which `json_each` makes no row.
 #[derive(Debug, Default)]
 pub(super) struct Piece {
     /// How many rows these are.

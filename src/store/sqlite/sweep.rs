@@ -27,6 +27,14 @@ pub(super) async fn sweep(
             .map_err(&failed)?;
         deleted += done.rows_affected();
     }
+    // What was on its way to the tables when its pool was deleted.
+    for statement in [
+        "DELETE FROM accounts WHERE pool NOT IN (SELECT created_revision FROM pools)",
+        "DELETE FROM account_shares WHERE pool NOT IN (SELECT created_revision FROM pools)",
+    ] {
+        let done = sqlx::query(statement).execute(connection).await.map_err(&failed)?;
+        deleted += done.rows_affected();
+    }
     for (statement, before) in [
         ("DELETE FROM reservations WHERE expires_ms <= ?1", now.unix_ms()),
         ("DELETE FROM burn_rates WHERE sampled_ms < ?1", now.unix_ms().saturating_sub(retention_ms)),

@@ -54,7 +54,8 @@ pub(super) async fn run(
         }
         let now = shared.clock.now();
         if last_seen.ms_since(now) > CLOCK_STEP_MS {
-            moved.extend(shared.slots().into_iter().map(|slot| (slot.pool, slot.step_back(now))));
+            let all = shared.slots().into_iter().map(|slot| (slot.pool, slot.step_back(now)));
+            moved.extend(all.filter(|(_, changes)| !changes.is_empty()));
         }
         let seen = stand_still(last_seen, now);
         let started = Instant::now();

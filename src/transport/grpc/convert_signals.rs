@@ -6,6 +6,7 @@ use super::{
 };
 use crate::{
     core::{
+        headers::FRACTION_MAX,
         ids::{ConnectionId, Faults},
         plan::{DimensionKey, check_provider},
         units::{Timestamp, Unit},
@@ -16,8 +17,6 @@ use crate::{
 
 /// Most figures of one report: a plan has at most 16 dimensions.
 const UTILIZATIONS_MAX: usize = 64;
-/// The highest used fraction that is believed.
-const FRACTION_MAX: f64 = 1.5;
 
 pub(super) fn report(request: pb::ReportSignalsRequest) -> Checked<SignalsCall> {
     let pb::ReportSignalsRequest { connection_id, provider, utilizations, provider_headers, headers_age } =

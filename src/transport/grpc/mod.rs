@@ -80,7 +80,7 @@ pub(crate) async fn server(
     health.set(true).await;
     let (reflection, reflection_alpha) = (reflection().build_v1()?, reflection().build_v1alpha()?);
     let serve = |connections| {
-        // Nothing that is made here is shared between threads: they would wait for each other's counts of references.
+        // Made for each thread: of what is shared, threads would wait for each other's counts of references.
         let routes = routes(&service, &stop)
             .add_service(health_service.clone())
             .add_service(reflection.clone())

@@ -8,7 +8,10 @@ use std::{io, net::TcpStream as StdStream, num::NonZero, thread, time::Duration}
 use tokio::{
     net::{TcpListener, TcpStream},
     runtime, select,
-    sync::{mpsc, oneshot},
+    sync::{
+        mpsc::{self, error::TrySendError},
+        oneshot,
+    },
     time::sleep,
 };
 use tokio_stream::{Stream, StreamExt, wrappers::ReceiverStream};
@@ -63,6 +66,8 @@ where
         let runtime = runtime::Builder::new_current_thread().enable_all().build()?;
         thread::Builder::new().name(format!("grpc-{number}")).spawn(move || {
             let result = runtime.block_on(serving).unwrap_or(Ok(()));
+            // With it go the calls that were cut off.
+            drop(runtime);
             // Nobody asks where the start has failed.
             let _ = tell.send(result);
         })?;
@@ -84,33 +89,76 @@ pub(super) async fn run(
         () = stop.cancelled() => {}
     }
     drop((listener, connections));
+    let mut all = Ok(());
     for ended in ended {
-        ended.await.map_err(|_| ServeError::Panicked)??;
+        all = all.and(ended.await.map_err(|_| ServeError::Panicked)?.map_err(ServeError::from));
     }
-    Ok(())
+    all
 }
 
-/// Ends only if a thread does.
+/// Ends only if a thread does. A thread that has too many waiting is passed over.
 async fn hand_out(listener: &TcpListener, workers: &[mpsc::Sender<StdStream>]) {
-    for worker in workers.iter().cycle() {
-        let connection = accept(listener).await;
-        if worker.send(connection).await.is_err() {
-            return;
+    let mut turn = 0;
+    let mut accepting = Accepting { listener, failing: false };
+    loop {
+        let mut connection = accepting.next().await;
+        let mut passed_over = 0;
+        loop {
+            turn += 1;
+            connection = match workers[turn % workers.len()].try_send(connection) {
+                Ok(()) => break,
+                Err(TrySendError::Full(connection)) if passed_over < workers.len() => {
+                    passed_over += 1;
+                    connection
+                }
+                Err(TrySendError::Full(connection)) => {
+                    sleep(ACCEPT_PAUSE).await;
+                    connection
+                }
+                Err(TrySendError::Closed(_)) => return,
+            };
         }
     }
 }
 
-async fn accept(listener: &TcpListener) -> StdStream {
-    loop {
-        let accepted = listener.accept().await.and_then(|(connection, _)| {
-            connection.set_nodelay(true)?;
-            connection.into_std()
-        });
-        match accepted {
-            Ok(connection) => return connection,
-            Err(error) => {
-                tracing::debug!(error = &error as &dyn std::error::Error, "a connection was not accepted");
-                sleep(ACCEPT_PAUSE).await;
+/// The connections of a listener.
+struct Accepting<'a> {
+    listener: &'a TcpListener,
+    /// None could be accepted; each change is said once.
+    failing: bool,
+}
+
+impl Accepting<'_> {
+    async fn next(&mut self) -> StdStream {
+        use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, NotConnected};
+        loop {
+            let accepted = self.listener.accept().await.and_then(|(connection, _)| {
+                connection.set_nodelay(true)?;
+                connection.into_std()
+            });
+            match accepted {
+                Ok(connection) => {
+                    if std::mem::take(&mut self.failing) {
+                        tracing::warn!("connections are accepted again");
+                    }
+                    return connection;
+                }
+                // The caller has gone before it was let in.
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        ConnectionAborted | ConnectionRefused | ConnectionReset | NotConnected
+                    ) => {}
+                Err(error) => {
+                    if !std::mem::replace(&mut self.failing, true) {
+                        let error = &error as &dyn std::error::Error;
+                        tracing::warn!(
+                            error,
+                            "no connection can be accepted: has the process too many files open?"
+                        );
+                    }
+                    sleep(ACCEPT_PAUSE).await;
+                }
             }
         }
     }
