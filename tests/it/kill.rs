@@ -17,7 +17,6 @@ use crate::harness::{
 
 /// The machine's clock runs here, so the window is one whose bucket does not end during a test.
 const WINDOW: &str = "tokens/366d";
-const KILLS: usize = 50;
 const CALLERS: usize = 8;
 const LONG: Duration = Duration::from_secs(3_600);
 
@@ -196,14 +195,25 @@ async fn process_with_a_pool() -> TestProcess {
 
 #[tokio::test]
 async fn fifty_kills_lose_nothing_that_was_acknowledged_and_invent_nothing() {
+    kills_lose_nothing(50, 50..150).await;
+}
+
+/// Effects are written into the tables after five seconds of gathering, piece by piece.
+#[tokio::test]
+async fn kills_amidst_the_writing_of_the_tables_lose_and_invent_nothing() {
+    kills_lose_nothing(3, 5_000..5_200).await;
+}
+
+/// Kills the process under load, so many ms after it has started.
+async fn kills_lose_nothing(kills: usize, after_ms: std::ops::Range<u64>) {
     let mut random = StdRng::seed_from_u64(0x6b69_6c6c);
     let mut process = process_with_a_pool().await;
     let mut known = Known::default();
-    for kill in 0..KILLS {
+    for kill in 0..kills {
         let before = process.get_pool("p").await.pool.expect("the pool").revision;
         let administrator = tokio::spawn(administrate(process.clone(), before));
         let callers = start_load(&process, &kill.to_string()).await;
-        tokio::time::sleep(Duration::from_millis(random.random_range(50..150))).await;
+        tokio::time::sleep(Duration::from_millis(random.random_range(after_ms.clone()))).await;
         process.kill();
         known.merge(end_load(callers).await);
         let written = administrator.await.expect("it ends when the process does");
@@ -222,10 +232,10 @@ async fn fifty_kills_lose_nothing_that_was_acknowledged_and_invent_nothing() {
         );
         assert_eq!(open_reservations(&process).await, known.open, "kill {kill}: after the retries");
     }
-    let calls = (known.consumed > 0, !known.closed.is_empty(), known.unacknowledged > KILLS);
+    let calls = (known.consumed > 0, !known.closed.is_empty(), known.unacknowledged > kills);
     assert_eq!(calls, (true, true, true), "there was a load, and kills came amidst it");
     let revision = process.get_pool("p").await.pool.expect("the pool").revision;
-    assert!(revision > KILLS as i64, "there were changes: {revision}");
+    assert!(revision > kills as i64, "there were changes: {revision}");
 
     for reservation in std::mem::take(&mut known.open) {
         assert!(process.release(&reservation).await, "{reservation} was still held");
