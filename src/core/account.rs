@@ -105,6 +105,8 @@ pub struct Head {
     pub has_end: bool,
     /// When the provider's window ends.
     pub window_end: Option<Timestamp>,
+    /// The end of the window before, where that was reset before it came.
+    pub previous_end: Option<Timestamp>,
     /// What was true before this is of an earlier window.
     pub window_start: Timestamp,
     /// The pool had no other connection when the figure was read.
@@ -279,7 +281,16 @@ impl Head {
 
     /// Nothing was said and believed for a window's length.
     fn is_stale(&self, window: Window, at: Timestamp) -> bool {
-        self.observed_at.is_some() && at.ms_since(self.fresh_until) >= window.length_ms()
+        let said = self.observed_at.is_some() && self.window_end.is_none();
+        said && at.ms_since(self.fresh_until) >= window.length_ms()
+    }
+
+    /// A window that ends at `end` is an earlier one than the known.
+    fn is_after(&self, end: Timestamp, window: Window) -> bool {
+        let Some(known) = self.window_end else { return false };
+        let apart = |other: Timestamp| other.ms_since(end).max(end.ms_since(other));
+        known.ms_since(end) >= window.length_ms() / SAME_END_PART
+            || self.previous_end.is_some_and(|previous| apart(previous) < apart(known))
     }
 
     /// Nothing has happened for so long that all of it has aged out.
@@ -445,7 +456,7 @@ impl<'a> Edit<'a> {
         self.start_over(true);
         let head = &mut self.account.head;
         head.window_start = head.window_end.take().unwrap_or(head.window_start);
-        head.observed_at = None;
+        (head.observed_at, head.previous_end) = (None, None);
     }
 
     /// Forgets what the provider said, and with it every part. What was true before `from` is not believed any more.
@@ -455,8 +466,8 @@ impl<'a> Edit<'a> {
         self.account.head = Head { touched_at, alone, window_start: from, ..Head::default() };
     }
 
-    /// Reads a figure at `now`, which is before the end of the window that is known. `carried` gives what each key has used in
-    /// the sliding window, for a countable dimension that enters the provider's.
+    /// Reads a figure at `now`, which is before the end of the window that is known. `carried` gives what each key has used
+    /// in the sliding window, for a countable dimension that enters the provider's.
     ///
     /// # Errors
     /// Says why it is not taken; nothing has changed then.
@@ -472,8 +483,12 @@ impl<'a> Edit<'a> {
         self.check(seen, observed_at, now)?;
         let percent = seen.dimension.unit == Unit::Percent;
         let was_anchored = self.account.is_anchored(now);
-        if self.account.head.is_stale(window, now) || self.account.head.is_followed_by(seen) {
+        if self.account.head.is_stale(window, now) {
             self.start_over(false);
+        } else if self.account.head.is_followed_by(seen) {
+            self.start_over(false);
+            let head = &mut self.account.head;
+            (head.previous_end, head.window_start) = (head.window_end, observed_at);
         }
         if percent {
             self.move_figure(figure(seen.fraction), observed_at);
@@ -508,6 +523,12 @@ impl<'a> Edit<'a> {
         if head.observed_at.is_some_and(|known| observed_at < known) {
             return Err(Unread::Older);
         }
+        if let Reset::WindowEnd(end) = seen.reset
+            && !seen.believed
+            && head.is_after(end, window)
+        {
+            return Err(Unread::Ended);
+        }
         let in_a_window = seen.dimension.unit == Unit::Percent || head.window_end.is_some();
         let lower = figure(seen.fraction) < head.figure();
         if lower && !seen.believed && in_a_window && head.is_fresh(now) && !head.is_followed_by(seen) {
@@ -532,23 +553,21 @@ impl<'a> Edit<'a> {
         }
     }
 
-    /// What was recorded after a figure was true is no part of it and waits for the next rise, unless nothing else
-    /// explains this one.
+    /// What was recorded after a figure was true is no part of it and waits for the next rise, unless nothing else explains
+    /// this one.
     fn rise(&mut self, rise: u64, observed_at: Timestamp) {
         let recorders = self.account.recorders.iter();
         let shares: Vec<_> = recorders.map(|key| (key.clone(), self.share(key))).collect();
-        let weights_until =
-            |until| -> Vec<Weight> { shares.iter().map(|(_, share)| share.weight(until)).collect() };
-        let mut until = observed_at;
-        if weights_until(until).iter().all(|weight| *weight == Weight::default()) {
-            until = Timestamp::from_unix_ms(u64::MAX);
-        }
-        let weights = weights_until(until);
+        let explained = shares.iter().any(|(_, share)| share.weight(observed_at) != Weight::default());
+        let until = if explained { observed_at } else { Timestamp::from_unix_ms(u64::MAX) };
+
+        let weights: Vec<Weight> = shares.iter().map(|(_, share)| share.weight(until)).collect();
         let stated = Split::new(&weights, |weight| weight.percent);
         let by_statement = rise.min(stated.sum);
         self.give(&shares, &stated, by_statement);
         let rest = rise - by_statement;
         let left = self.give(&shares, &Split::by_weight(&weights), rest);
+        let left = self.give(&shares, &stated, left);
         // What was stated has been counted when it was.
         self.risen += rest - left;
         self.account.head.external += left;
@@ -558,9 +577,19 @@ impl<'a> Edit<'a> {
         }
     }
 
+    /// Drops what keys recorded longer ago than a window: no rise will be split by it.
+    pub fn forget_old_records(&mut self, window: Window, now: Timestamp) {
+        let old = Timestamp::from_unix_ms(now.unix_ms().saturating_sub(window.length_ms()));
+        let recorders: Vec<ApiKeyId> = self.account.recorders.iter().cloned().collect();
+        for key in recorders {
+            let share = self.share(&key).after(old);
+            self.set(&key, share);
+        }
+    }
+
     /// Gives `amount` to the keys of `split`; returns what nobody got.
     fn give(&mut self, shares: &[(ApiKeyId, Share)], split: &Split, amount: u64) -> u64 {
-        if split.sum == 0 {
+        if split.sum == 0 || amount == 0 {
             return amount;
         }
         let mut left = amount;

@@ -118,6 +118,8 @@ pub struct Level {
     pub signalled: Option<f64>,
     /// The figure of the serving connection, as a fraction of its limit, if it is believed.
     pub serving_fraction: Option<f64>,
+    /// The serving connection has nothing left, by that figure.
+    pub serving_is_full: bool,
     /// When the serving connection's window ends.
     pub resets_at: Option<Timestamp>,
 }
@@ -196,10 +198,15 @@ impl Counters {
             Unit::Percent => account.figure,
             _ => account.fraction * per_connection.unwrap_or_default(),
         };
+        let is_full = |account: &AccountReading| match (dimension.unit, per_connection) {
+            (Unit::Percent, Some(limit)) => account.figure >= limit,
+            _ => account.fraction >= 1.0,
+        };
         let serving = self.accounts.iter().find(|account| account.serving);
         Level {
             signalled: fresh().next().map(|_| fresh().map(used).sum()),
             serving_fraction: fresh().find(|account| account.serving).map(|account| account.fraction),
+            serving_is_full: fresh().find(|account| account.serving).is_some_and(is_full),
             resets_at: serving.and_then(|account| account.window_end).filter(|end| at < *end),
             ..level
         }
@@ -236,15 +243,11 @@ impl Used {
         let pool = level.pool_consumed + level.pool_reserved + external;
         let unknown = unit == Unit::Percent && level.signalled.is_none() && pool == 0.0;
         let limit = bounds.limit.filter(|_| !unknown);
-        let is_full = |fraction: f64| match (unit, bounds.per_connection) {
-            (Unit::Percent, Some(limit)) => unit.to_steps(fraction * 100.0) >= limit,
-            _ => fraction >= 1.0,
-        };
         Used {
             key: level.key_consumed + level.key_reserved,
             pool,
             external,
-            connection_saturated: level.serving_fraction.is_some_and(is_full),
+            connection_saturated: level.serving_is_full,
             fraction: limit.map(|limit| pool / limit),
         }
     }

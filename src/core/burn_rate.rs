@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use serde::{Deserialize, Serialize};
 
-use super::units::Timestamp;
+use super::units::{Amount, Timestamp};
 
 /// Weight of the newest rate in the average: an exponential moving average over rates between samples.
 const ALPHA: f64 = 0.3;
@@ -76,7 +76,8 @@ impl Sampler {
 
     /// Something was consumed.
     pub fn add(&mut self, steps: u64) {
-        self.cumulative = self.cumulative.saturating_add(steps);
+        // Stored sums have a ceiling; a rate past it is none.
+        self.cumulative += Amount::saturating(steps).room_on(self.cumulative);
     }
 
     /// Something turned out not to have been consumed.

@@ -7,6 +7,7 @@ mod cases;
 mod codex_hour;
 mod command_line;
 mod contract;
+mod failed_commits;
 mod harness;
 mod headers;
 mod hostile_input;

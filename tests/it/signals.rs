@@ -381,6 +381,7 @@ async fn what_cannot_be_is_refused_whole_and_what_is_not_meant_is_named() {
         (said(SHORT, f64::NAN), "utilizations[1].used_percent"),
         (fraction(1.6), "utilizations[1].used_fraction"),
         (used_of(1.0, 0.0), "utilizations[1].used_of.limit"),
+        (used_of(1.0, f64::INFINITY), "utilizations[1].used_of.limit"),
         (used_of(16.0, 10.0), "utilizations[1].used_of.used"),
         (scale(None), "utilizations[1].used"),
         (said(SHORT, 1.0).until(0), "utilizations[1].resets_at"),
@@ -469,4 +470,80 @@ async fn what_was_true_before_a_reset_of_usage_does_not_come_back() {
     assert_eq!(server.enforce("A", "c1", None).await.verdict(), Verdict::Allow);
     let text = server.page("/metrics").await.1;
     assert!(text.contains("quota_share_signals_total{outcome=\"ignored\"} 1"), "{text}");
+}
+
+#[tokio::test]
+async fn a_response_of_the_window_before_does_not_bring_back_its_figure() {
+    let server = TestServer::start().await;
+    server.create(pool("p", ["c1"], halves()).with_provider("codex")).await;
+    // The window is reset early; a stream that began before ends after, and does not say how old its headers are.
+    // the end before | after
+    for (round, (before, after)) in
+        [(2 * HOUR_MS, 5 * HOUR_MS), (6 * HOUR_MS, 6 * HOUR_MS + 420_000)].into_iter().enumerate()
+    {
+        let start = round as u64 * 90 * 60_000;
+        server.at(start);
+        server.report("c1", [said(SHORT, 100.0).until(before)]).await;
+        server.at(start + 60_000);
+        server.report("c1", [said(SHORT, 0.0).until(after)]).await;
+        server.at(start + 70_000);
+        let ends_in_s = (before - start) / 1_000 - 60;
+        let headers = spent("A", "c1", tokens(5)).with_headers(codex(300, 100.0, ends_in_s), 0);
+        let record = pb::RecordConsumptionRequest { headers_age: None, ..headers };
+        told(server.quota().record_consumption(record).await);
+        assert_eq!(server.enforce("B", "c1", None).await.verdict(), Verdict::Allow, "{before} {after}");
+    }
+}
+
+#[tokio::test]
+async fn while_time_stands_still_figures_are_taken() {
+    let server = TestServer::start().await;
+    server.create(pool("p", ["c1"], halves()).with_provider("codex")).await;
+    server.at(40 * 60_000);
+    server.report("c1", [said(SHORT, 100.0)]).await;
+    server.at(10 * 60_000);
+    server.report("c1", [said(SHORT, 5.0)]).await;
+    assert_eq!(server.enforce("A", "c1", None).await.verdict(), Verdict::Allow);
+}
+
+#[tokio::test]
+async fn a_connection_exactly_at_its_limit_is_full_whatever_the_limit_is() {
+    let server = TestServer::start().await;
+    for limit in [1, 29, 57, 58, 80, 100] {
+        let (c1, c2): (&'static str, &'static str) = match limit {
+            1 => ("a1", "b1"),
+            29 => ("a29", "b29"),
+            57 => ("a57", "b57"),
+            58 => ("a58", "b58"),
+            80 => ("a80", "b80"),
+            _ => ("a100", "b100"),
+        };
+        server.put_plan(c1, [dimension(SHORT, f64::from(limit))]).await;
+        server.create(pool(&format!("p{limit}"), [c1, c2], halves())).await;
+        server.report(c1, [said(SHORT, f64::from(limit)).until(HOUR_MS)]).await;
+        let verdict = server.enforce("A", c1, None).await.verdict();
+        assert_eq!(verdict, blocked(ConnectionSaturated, SHORT, HOUR_MS), "{limit}");
+    }
+}
+
+#[tokio::test]
+async fn a_figure_that_went_stale_leaves_the_providers_window_as_it_is() {
+    let server = TestServer::start().await;
+    server.create(pool("p", ["c1"], halves()).with_provider("kimi")).await;
+    let hourly = "requests/hourly";
+    server.report("c1", [said(hourly, 0.0).until(63 * 60_000)]).await;
+    server.record("A", "c1", requests(1_500)).await;
+    server.at(1_000);
+    server.report("c1", [said(hourly, 0.0)]).await;
+    server.at(3_632_000);
+    server.report("c1", [said(hourly, 0.0)]).await;
+    assert_eq!(server.used("p", hourly).await, (1_500.0, 0.0), "it ends at 63 minutes");
+}
+
+#[tokio::test]
+async fn traffic_that_states_too_little_is_still_local_traffic() {
+    let server = codex_pool(halves()).await;
+    server.record("A", "c1", pb::Cost { tokens: Some(1_000_000), ..percent(0.1) }).await;
+    server.report("c1", [said(SHORT, 60.0).until(5 * HOUR_MS)]).await;
+    assert_eq!(parts(&server).await, (of(&[("A", 60.0)]), 0.0));
 }

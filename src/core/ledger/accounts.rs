@@ -28,6 +28,8 @@ impl PoolLedger {
     pub(super) fn observe(&mut self, connection: &ConnectionId, seen: &Observation) -> Result<(), Unread> {
         let dimension = seen.dimension;
         let now = self.now;
+        // While time stands still, what is true now is not older than what was true before.
+        let seen = &Observation { observed_at: seen.observed_at.plus_ms(self.lag_ms), ..*seen };
         let is_anchored = self.account(dimension, connection).is_some_and(|account| account.is_anchored(now));
         let anchors = seen.alone && matches!(seen.reset, Reset::WindowEnd(_)) && !is_anchored;
         let carried = if anchors { self.sliding_estimates(connection, dimension) } else { Vec::new() };
@@ -105,6 +107,11 @@ impl PoolLedger {
 
     /// Drops accounts about which nothing is left to know.
     pub(super) fn forget_idle_accounts(&mut self) {
+        let now = self.now;
+        let all: Vec<_> = self.all_accounts().map(|(connection, of, _)| (connection.clone(), of)).collect();
+        for (connection, of) in all {
+            self.edit(&connection, of, |edit| edit.forget_old_records(of.window, now));
+        }
         let idle = self.all_accounts().filter(|(_, of, account)| account.head().is_idle(of.window, self.now));
         let idle: Vec<_> = idle.map(|(connection, of, _)| (connection.clone(), of)).collect();
         for (connection, dimension) in idle {

@@ -49,6 +49,8 @@ struct KeyCounters {
 pub struct PoolLedger {
     pool: PoolRevision,
     now: Timestamp,
+    /// How far the clock was behind `now` when it was last looked at.
+    lag_ms: u64,
     /// Every dimension that was ever counted here and has not aged out.
     dimensions: Vec<PoolDimension>,
     keys: HashMap<ApiKeyId, KeyCounters>,
@@ -69,6 +71,7 @@ impl PoolLedger {
         Self {
             pool,
             now,
+            lag_ms: 0,
             dimensions: Vec::new(),
             keys: HashMap::new(),
             accounts: BTreeMap::new(),
@@ -205,12 +208,11 @@ impl PoolLedger {
             }
             self.record_on_accounts(consumption);
         }
-        let observations = consumption
-            .connection
-            .iter()
-            .flat_map(|connection| consumption.observations.iter().map(move |seen| (connection, seen)));
-        let unread =
-            observations.filter(|(connection, seen)| self.observe(connection, seen).is_err()).count();
+        let mut unread = 0;
+        for seen in &consumption.observations {
+            let Some(connection) = &consumption.connection else { break };
+            unread += usize::from(self.observe(connection, seen).is_err());
+        }
         if !duplicate {
             let dimensions = consumption.counts.iter().filter(|(counter, _)| counter.model.is_none());
             dimensions.for_each(|(counter, _)| self.sample(counter.dimension));
@@ -326,6 +328,7 @@ impl PoolLedger {
             self.step_back_to(clock);
         }
         self.now = self.now.max(clock);
+        self.lag_ms = self.now.ms_since(clock);
         while let Some((&(deadline, random), hold)) = self.by_deadline.first_key_value()
             && deadline <= self.now
         {

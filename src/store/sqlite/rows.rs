@@ -106,7 +106,8 @@ impl Rows {
                     let CounterKey { dimension: DimensionKey { unit, window }, model } = counter.clone();
                     let (api_key, bucket) = (api_key.clone(), *bucket);
                     let key = ConsumptionKey { window, bucket, pool, api_key, unit, model };
-                    *self.consumption.entry(key).or_default() += delta;
+                    let sum = self.consumption.entry(key).or_default();
+                    *sum = sum.saturating_add(*delta);
                 }
                 Change::Held(random, hold) => self.open(ReservationId { pool, random: *random }, hold),
                 Change::Freed(random, _) => self.close(ReservationId { pool, random: *random }),
@@ -261,7 +262,8 @@ impl Piece {
 macro_rules! write_rows {
     () => {
         "INSERT INTO quota_consumption (window_ms, bucket, pool, api_key_id, unit, model, consumed)
-           SELECT value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, value ->> 5, value ->> 6
+           SELECT value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, value ->> 5,
+             min(value ->> 6, 9000000000000000)
            FROM json_each($1) WHERE true
            ON CONFLICT DO UPDATE SET consumed = min(consumed + excluded.consumed, 9000000000000000);
          UPDATE quota_consumption AS held SET consumed = max(consumed + (less.value ->> 6), 0)

@@ -72,7 +72,10 @@ pub(super) async fn run(
         }
         tell(&shared, &result);
         for (slot, waiting) in batch {
-            finish(&shared, &slot, waiting, &result);
+            let undone = finish(&shared, &slot, waiting, &result);
+            if !moved.is_empty() {
+                moved.push((slot.pool, unmoved(&undone, now)));
+            }
         }
     }
     if let Err(error) = log.finish(&connection, last_seen).await {
@@ -135,18 +138,48 @@ fn stand_still(last_seen: Timestamp, clock: Timestamp) -> Timestamp {
     if last_seen.ms_since(clock) > CLOCK_STEP_MS { clock } else { last_seen.max(clock) }
 }
 
-/// Answers the calls of a commit. If it failed, their effects are undone, and those of calls that were made on top of
-/// them.
-fn finish(shared: &Shared, slot: &Slot, waiting: Vec<Waiting>, result: &Result<(), StoreError>) {
+/// What undoes the moves of effects that were moved with everything else when the clock went back to `now`, and that are
+/// undone now.
+fn unmoved(undone: &[Change], now: Timestamp) -> Vec<Change> {
+    let mut changes = Vec::new();
+    for change in undone {
+        match change {
+            Change::Consumed { api_key, counter, bucket, delta }
+                if *bucket > counter.dimension.window.bucket(now) =>
+            {
+                let present = counter.dimension.window.bucket(now);
+                for (bucket, delta) in [(*bucket, *delta), (present, -delta)] {
+                    let (api_key, counter) = (api_key.clone(), counter.clone());
+                    changes.push(Change::Consumed { api_key, counter, bucket, delta });
+                }
+            }
+            Change::Held(random, hold) => changes.push(Change::Freed(*random, Arc::clone(hold))),
+            _ => {}
+        }
+    }
+    changes
+}
+
+/// Answers the calls of a commit. If it failed, their effects are undone, and all that was done on top of them; returns
+/// what was.
+fn finish(
+    shared: &Shared,
+    slot: &Slot,
+    waiting: Vec<Waiting>,
+    result: &Result<(), StoreError>,
+) -> Vec<Change> {
     let mut answered = waiting;
+    let mut undone = Vec::new();
     {
         let mut state = slot.state.lock();
         state.committing = false;
         if result.is_err() {
             answered.append(&mut state.waiting);
-            let changes = answered.iter_mut().flat_map(|call| std::mem::take(&mut call.changes)).collect();
+            undone.extend(answered.iter_mut().flat_map(|call| std::mem::take(&mut call.changes)));
+            // Looks let time pass too: what ended is not in any call yet.
+            undone.extend(state.ledger.take_changes());
             if !state.removed {
-                state.ledger.revert(changes);
+                state.ledger.revert(undone.clone());
                 shared.account(&mut state);
             }
         }
@@ -155,4 +188,5 @@ fn finish(shared: &Shared, slot: &Slot, waiting: Vec<Waiting>, result: &Result<(
         // A caller that has hung up has its effect all the same.
         let _ = call.answer.send(result.clone());
     }
+    undone
 }

@@ -95,8 +95,8 @@ fn fraction(
         Some(Used::UsedFraction(fraction)) => {
             ("used_fraction", fraction, fraction, "a fraction of the limit, from 0 to 1.5")
         }
-        Some(Used::UsedOf(pb::UsedOf { used: _, limit })) if limit.is_nan() || limit <= 0.0 => {
-            faults.add(at("used_of.limit"), limit, "a number above 0");
+        Some(Used::UsedOf(pb::UsedOf { used: _, limit })) if !limit.is_finite() || limit <= 0.0 => {
+            faults.add(at("used_of.limit"), limit, "a finite number above 0");
             return None;
         }
         Some(Used::UsedOf(pb::UsedOf { used, limit })) => {
