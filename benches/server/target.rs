@@ -8,6 +8,10 @@ use std::{
 };
 
 use clap::ValueEnum;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use tempfile::TempDir;
 use tokio::{net::TcpListener, runtime, sync::mpsc};
 use tokio_stream::wrappers::ReceiverStream;
@@ -65,9 +69,10 @@ impl Target {
         Self::start(command, folder)
     }
 
-    /// Ends the service, and starts another one on its data.
+    /// Stops the service in order, and starts another one on its data.
     pub(crate) fn restarted(mut self) -> Result<Self, Failure> {
-        self.end();
+        kill(Pid::from_raw(self.child.id().try_into()?), Signal::SIGTERM)?;
+        self.child.wait()?;
         let folder = std::mem::replace(&mut self.folder, TempDir::new()?);
         Self::service_on(folder)
     }
