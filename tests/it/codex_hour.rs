@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use quota_share::core::{
     account::Observation,
     headers::Reset,
-    units::{Cost, Timestamp, Unit},
+    units::{Timestamp, Unit},
 };
 
 use crate::{
@@ -110,7 +110,7 @@ impl Hour {
             age_known: true,
             alone: true,
         }];
-        let cost = Cost { ..tokens((per_cent * TOKENS_PER_CENT) as u64) };
+        let cost = tokens((per_cent * TOKENS_PER_CENT) as u64);
         self.rig.record(&Call::new(KEYS[key], cost), "", "").expect("nothing to contradict");
     }
 

@@ -509,15 +509,10 @@ async fn while_time_stands_still_figures_are_taken() {
 #[tokio::test]
 async fn a_connection_exactly_at_its_limit_is_full_whatever_the_limit_is() {
     let server = TestServer::start().await;
-    for limit in [1, 29, 57, 58, 80, 100] {
-        let (c1, c2): (&'static str, &'static str) = match limit {
-            1 => ("a1", "b1"),
-            29 => ("a29", "b29"),
-            57 => ("a57", "b57"),
-            58 => ("a58", "b58"),
-            80 => ("a80", "b80"),
-            _ => ("a100", "b100"),
-        };
+    // 29, 57 and 58 hundredths are not exact in binary digits.
+    for (limit, c1, c2) in
+        [(1, "a1", "b1"), (29, "a2", "b2"), (57, "a3", "b3"), (58, "a4", "b4"), (100, "a5", "b5")]
+    {
         server.put_plan(c1, [dimension(SHORT, f64::from(limit))]).await;
         server.create(pool(&format!("p{limit}"), [c1, c2], halves())).await;
         server.report(c1, [said(SHORT, f64::from(limit)).until(HOUR_MS)]).await;
