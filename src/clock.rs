@@ -12,6 +12,11 @@ use crate::core::units::Timestamp;
 pub trait Clock: Debug + Send + Sync + 'static {
     /// The present instant.
     fn now(&self) -> Timestamp;
+
+    /// The instant by which a store with a clock of its own decides; `None`: that is the store's. Only tests have one.
+    fn injected(&self) -> Option<Timestamp> {
+        None
+    }
 }
 
 /// The machine's own clock.
@@ -51,5 +56,9 @@ impl ManualClock {
 impl Clock for ManualClock {
     fn now(&self) -> Timestamp {
         Timestamp::from_unix_ms(self.0.load(Ordering::SeqCst))
+    }
+
+    fn injected(&self) -> Option<Timestamp> {
+        Some(self.now())
     }
 }

@@ -81,7 +81,7 @@ impl Service {
     }
 
     async fn report_once(&self, call: &SignalsCall) -> Result<SignalsOutcome, AdminError> {
-        let now = self.0.clock.now();
+        let now = self.0.ledger.now();
         let mut outcome = SignalsOutcome::default();
         let mut seen = reported(&call.utilizations, now)?;
         let read = call.headers.read(now);
@@ -120,7 +120,7 @@ impl Service {
         if headers.headers.is_empty() {
             return (Vec::new(), 0);
         }
-        let now = self.0.clock.now();
+        let now = self.0.ledger.now();
         let source = Source { believed: false, age_known: headers.age_ms.is_some() };
         let HeaderReading { signals, ignored } = headers.read(now);
         let seen = signals.into_iter().map(|signal| headers.seen(&signal, now));

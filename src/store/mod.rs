@@ -1,5 +1,6 @@
 //! Where counters and the configuration live: the promises that every driver keeps.
 
+pub mod redis;
 pub mod sqlite;
 
 use std::{error::Error, fmt, sync::Arc};
@@ -107,6 +108,12 @@ pub trait Ledger: fmt::Debug + Send + Sync + 'static {
 
     /// How the store is.
     fn condition(&self) -> Condition;
+
+    /// The present instant by the clock that decides.
+    fn now(&self) -> Timestamp;
+
+    /// Waits until everything that was asked for is done, as far as that can be; what is asked for later fails.
+    async fn close(&self);
 }
 
 /// How a store is.
@@ -151,6 +158,10 @@ pub enum LedgerError {
         /// How many.
         max: u64,
     },
+    /// Shared counters could not be reached in time. Whether the call has its effect is not known: an enforcement without
+    /// an answer holds nothing for long, a cost may be counted.
+    #[error("the shared counters did not answer in time: {0}")]
+    Unreachable(StoreError),
     /// The store failed.
     #[error(transparent)]
     Store(#[from] StoreError),

@@ -277,18 +277,6 @@ impl SqliteLedger {
         self.shared.failing.subscribe()
     }
 
-    /// Waits until everything that was asked for is durable; what is asked for later fails.
-    pub async fn close(&self) {
-        // An error means that the writer has ended already.
-        let _ = self.orders.send(Order::Stop);
-        let writer = self.writer.lock().take();
-        if let Some(writer) = writer
-            && let Err(error) = writer.await
-        {
-            tracing::error!(error = &error as &dyn std::error::Error, "the writer ended early");
-        }
-    }
-
     /// Drops counters that have aged out, ids and reservations that have ended, and rows older than `retention_days`
     /// (or two windows, whichever is longer).
     pub async fn sweep(&self, retention_days: u32) -> Result<Sweep, StoreError> {
@@ -518,6 +506,21 @@ impl Ledger for SqliteLedger {
                 released: read(&size.released),
                 expired: read(&size.expired),
             },
+        }
+    }
+
+    fn now(&self) -> Timestamp {
+        self.shared.now()
+    }
+
+    async fn close(&self) {
+        // An error means that the writer has ended already.
+        let _ = self.orders.send(Order::Stop);
+        let writer = self.writer.lock().take();
+        if let Some(writer) = writer
+            && let Err(error) = writer.await
+        {
+            tracing::error!(error = &error as &dyn std::error::Error, "the writer ended early");
         }
     }
 }

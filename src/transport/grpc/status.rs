@@ -138,6 +138,7 @@ pub(super) fn of_ledger(error: LedgerError) -> Status {
         }
         LedgerError::PoolRemoved => unavailable(message, "POOL_CHANGING"),
         LedgerError::Full { .. } => unavailable(message, "REPLICA_FULL"),
+        LedgerError::Unreachable(_) => unavailable(message, "STORE_UNAVAILABLE"),
         LedgerError::Store(error) => of_store(&error),
     }
 }
