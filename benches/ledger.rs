@@ -1,10 +1,11 @@
-//! A driver without a server: operations and commits a second, by operations in flight, over 100,000 keys in 1,000
-//! pools; and the memory that a key takes.
+//! The drivers without a server: operations and commits a second, by operations in flight, over 100,000 keys in 1,000
+//! pools; and the memory that a key takes, here or in Redis.
 //!
 //! ```sh
 //! cargo bench --bench ledger
 //! ```
 
+mod redis;
 #[allow(dead_code)]
 mod world;
 
@@ -24,11 +25,15 @@ use quota_share::{
     },
     store::{
         Ledger,
+        redis::{RedisLedger, RedisOptions, RedisUrl},
         sqlite::{SqliteLedger, SqliteStore},
     },
 };
 
-use crate::world::{DIMENSIONS, Size, World};
+use crate::{
+    redis::Redis,
+    world::{DIMENSIONS, Size, World},
+};
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -47,7 +52,7 @@ enum Operations {
 /// What the loops share.
 struct Bench {
     world: World,
-    ledger: SqliteLedger,
+    ledger: Arc<dyn Ledger>,
     /// Commits since the start.
     commits: Arc<AtomicU64>,
     started: AtomicU64,
@@ -56,6 +61,11 @@ struct Bench {
 
 #[tokio::main]
 async fn main() {
+    sqlite().await;
+    redis().await;
+}
+
+async fn sqlite() {
     let folder = tempfile::TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).expect("a temporary folder");
     let store = SqliteStore::open(folder.path()).await.expect("a new database");
     let world = World::new(SIZE);
@@ -65,36 +75,57 @@ async fn main() {
         committed.fetch_add(1, Ordering::Relaxed);
     };
     let ledger = SqliteLedger::start(&store, &world.directory, Arc::new(SystemClock), committed);
-    let ledger = ledger.await.expect("nothing to load");
-    let bench =
-        Arc::new(Bench { world, ledger, commits, started: AtomicU64::new(0), done: AtomicU64::new(0) });
-
-    let before = memory();
-    bench.fill().await;
-    let bytes = (memory() - before) as f64 / (bench.world.askers.len() * DIMENSIONS.len()) as f64;
-    println!("memory: {bytes:.0} bytes for a key in a dimension\n");
-
-    println!(
-        "| operations | in flight | a second | commits a second | operations a commit |\n|---|---|---|---|---|"
-    );
-    for operations in [Operations::Check, Operations::ReserveAndSettle, Operations::Record] {
-        for in_flight in IN_FLIGHT {
-            let (done, commits) = Arc::clone(&bench).run(operations, in_flight).await;
-            let each = if commits == 0.0 { "".to_owned() } else { format!("{:.1}", done / commits) };
-            println!("| {operations:?} | {in_flight} | {done:.0} | {commits:.0} | {each} |");
-        }
-    }
-    bench.ledger.close().await;
+    let ledger = Arc::new(ledger.await.expect("nothing to load"));
+    println!("## sqlite\n");
+    Bench::new(world, ledger, commits).run_all(memory).await;
     store.close().await;
 }
 
+async fn redis() {
+    let redis = Redis::start();
+    let options = RedisOptions {
+        url: RedisUrl::parse(&redis.url()).expect("a URL"),
+        replica_id: "bench".to_owned(),
+        timeout: Duration::from_secs(1),
+        clock: Arc::new(SystemClock),
+    };
+    let ledger = Arc::new(RedisLedger::start(options).await.expect("a URL that can be used"));
+    while ledger.condition().failing.is_some() {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    println!("\n## redis\n");
+    Bench::new(World::new(SIZE), ledger, Arc::default()).run_all(|| redis.memory()).await;
+}
+
 impl Bench {
+    fn new(world: World, ledger: Arc<dyn Ledger>, commits: Arc<AtomicU64>) -> Arc<Self> {
+        Arc::new(Self { world, ledger, commits, started: AtomicU64::new(0), done: AtomicU64::new(0) })
+    }
+
+    async fn run_all(self: Arc<Self>, memory: impl Fn() -> u64) {
+        let before = memory();
+        self.fill().await;
+        let bytes = (memory() - before) as f64 / (self.world.askers.len() * DIMENSIONS.len()) as f64;
+        println!("memory: {bytes:.0} bytes for a key in a dimension\n");
+        println!(
+            "| operations | in flight | a second | commits a second | operations a commit |\n|---|---|---|---|---|"
+        );
+        for operations in [Operations::Check, Operations::ReserveAndSettle, Operations::Record] {
+            for in_flight in IN_FLIGHT {
+                let (done, commits) = Arc::clone(&self).run(operations, in_flight).await;
+                let each = if commits == 0.0 { "".to_owned() } else { format!("{:.1}", done / commits) };
+                println!("| {operations:?} | {in_flight} | {done:.0} | {commits:.0} | {each} |");
+            }
+        }
+        self.ledger.close().await;
+    }
+
     /// Every key uses something in every dimension.
     async fn fill(&self) {
         for keys in self.world.askers.chunks(256) {
             let records = keys.iter().map(|asker| async move {
                 let (pool, consumption) = self.world.consumption(asker, None);
-                self.ledger.record(pool, &consumption).await.expect("the disk takes it");
+                self.ledger.record(pool, &consumption).await.expect("an answer");
             });
             futures::future::join_all(records).await;
         }
@@ -127,12 +158,12 @@ impl Bench {
         let name = format!("{number:032x}");
         match operations {
             Operations::Check => {
-                self.ledger.check(&self.world.charge(asker)).await.expect("it is in memory");
+                self.ledger.check(&self.world.charge(asker)).await.expect("an answer");
                 1
             }
             Operations::Record => {
                 let (pool, consumption) = self.world.consumption(asker, Some(&name));
-                self.ledger.record(pool, &consumption).await.expect("the disk takes it");
+                self.ledger.record(pool, &consumption).await.expect("an answer");
                 1
             }
             Operations::ReserveAndSettle => {
@@ -145,12 +176,12 @@ impl Bench {
                     fingerprint: self.world.fingerprint(&asker.0),
                 };
                 let held =
-                    self.ledger.enforce(&self.world.charge(asker), wish).await.expect("the disk takes it");
+                    self.ledger.enforce(&self.world.charge(asker), wish).await.expect("an answer");
                 let id = held.reserved.expect("the plan never binds").id;
                 let (pool, mut consumption) = self.world.consumption(asker, None);
                 let call = CallId::of_reservation_id(&id.to_string());
                 consumption.reservation = Some(Settlement { call, id: Some(id), held_elsewhere: false });
-                self.ledger.record(pool, &consumption).await.expect("the disk takes it");
+                self.ledger.record(pool, &consumption).await.expect("an answer");
                 2
             }
         }

@@ -45,7 +45,7 @@ pub struct AccountKey {
 }
 
 /// A provider's figure, as it was read from a response or reported.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Observation {
     /// Which dimension it speaks of.
     pub dimension: DimensionKey,
@@ -66,7 +66,7 @@ pub struct Observation {
 }
 
 /// Why a figure was not taken.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 pub enum Unread {
     /// It is older than one window.
     TooOld,

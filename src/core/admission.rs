@@ -1,6 +1,8 @@
 //! The rule: is a request allowed, given what the counters hold? The one definition in Rust; Enforce, PreviewDecision,
 //! usage and shadow mode all come here.
 
+use serde::Deserialize;
+
 use super::{
     charge::{Bounds, Charge, Check, PerCheck, Terms},
     ids::ReservationId,
@@ -38,7 +40,8 @@ pub enum Mode {
 }
 
 /// A counter and what is held on it, in steps.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(from = "(u64, u64, u64, u64)")]
 pub struct Counter {
     /// What was recorded.
     pub consumed: SlidingCounter,
@@ -47,7 +50,7 @@ pub struct Counter {
 }
 
 /// What the counters of one check hold: the key's own and, for a dimension of the plan, the pool's.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 pub struct Counters {
     /// The key's.
     pub key: Counter,
@@ -58,7 +61,7 @@ pub struct Counters {
 }
 
 /// What is known of one connection's account.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 pub struct AccountReading {
     /// It is to serve the request.
     pub serving: bool,
@@ -84,7 +87,7 @@ pub struct AccountReading {
 }
 
 /// Holds that end together: how much less is reserved from `deadline` on, for each check `(by the key, by the pool)`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub struct Release {
     /// From when on.
     pub deadline: Timestamp,
@@ -93,7 +96,7 @@ pub struct Release {
 }
 
 /// All that a decision needs of a pool's state at one instant.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct Reading {
     /// The instant of the decision, by the ledger's clock.
     pub at: Timestamp,
@@ -152,6 +155,13 @@ pub struct Finding {
     pub borrowing: bool,
     /// The largest estimate, in steps, that would be allowed now; `None`: nothing known bounds it.
     pub remaining: Option<f64>,
+}
+
+impl From<(u64, u64, u64, u64)> for Counter {
+    /// Of `(bucket, current, previous, reserved)`.
+    fn from((bucket, current, previous, reserved): (u64, u64, u64, u64)) -> Self {
+        Self { consumed: SlidingCounter::of_buckets(bucket, current, previous), reserved }
+    }
 }
 
 impl AccountReading {

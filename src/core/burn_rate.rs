@@ -74,6 +74,11 @@ impl Sampler {
         self.rate = rate;
     }
 
+    /// As a store kept it: the rate, what was consumed in all, and the samples, the oldest first.
+    pub fn of(rate: BurnRate, cumulative: u64, history: Vec<Sample>) -> Self {
+        Self { rate, cumulative, history: history.into() }
+    }
+
     /// Something was consumed.
     pub fn add(&mut self, steps: u64) {
         // Stored sums have a ceiling; a rate past it is none.

@@ -29,7 +29,9 @@ pub struct CounterKey {
 }
 
 /// Checks that pass together or not at all.
-#[derive(Clone, Debug)]
+///
+/// Drivers whose counters are elsewhere send it there in the order of its fields.
+#[derive(Clone, Debug, Serialize)]
 pub struct Charge {
     /// The life of the pool whose counters are meant.
     pub pool: PoolRevision,
@@ -48,7 +50,7 @@ pub struct Charge {
 }
 
 /// The part of the policy that holds for every check of a charge.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize)]
 pub struct Terms {
     /// What happens past the fair share in strict mode.
     pub policy: Policy,
@@ -59,7 +61,7 @@ pub struct Terms {
 }
 
 /// One counter, what would be added to it, and the bounds that it must keep to.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 pub struct Check {
     /// Which counter.
     pub counter: CounterKey,
@@ -70,7 +72,7 @@ pub struct Check {
 }
 
 /// Bounds in steps of the check's unit, as doubles, not rounded. `None`: no such bound.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Bounds {
     /// P: the plan's limit of one connection.
     pub per_connection: Option<f64>,

@@ -19,6 +19,8 @@ use std::{
     fmt,
 };
 
+use serde::Serialize;
+
 use super::{
     plan::DimensionKey,
     units::{
@@ -49,7 +51,7 @@ pub struct HeaderSignal {
 }
 
 /// When a figure ends: always after the response that it came with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum Reset {
     /// Not said, or not believed.
     Unknown,

@@ -24,7 +24,7 @@ const WEIGHT_SUM_MAX_E6: u64 = 100_001_000;
 const E6: f64 = 1e6;
 
 /// What happens to a key that has used up its fair share while the pool is in strict mode.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub enum Policy {
     /// Block. Also what an unknown stored policy is read as.
     #[default]

@@ -79,7 +79,7 @@ impl fmt::Display for Unit {
 /// A quantity of quota in integer steps of its unit: one request, one token, 1e-9 US dollars, 1e-6 per cent.
 ///
 /// Never above [`Amount::MAX`]: doubles, the only numbers that a Redis script knows, are exact below 2^53.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub struct Amount(u64);
 
 impl Amount {
@@ -138,7 +138,7 @@ impl Timestamp {
 }
 
 /// What one request costs, or is expected to cost, in each unit.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 pub struct Cost {
     /// Upstream requests.
     pub requests: Amount,

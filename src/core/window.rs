@@ -114,6 +114,11 @@ pub struct SlidingCounter {
 }
 
 impl SlidingCounter {
+    /// What `bucket` and the one before it hold.
+    pub const fn of_buckets(bucket: u64, current: u64, previous: u64) -> Self {
+        Self { bucket, current, previous }
+    }
+
     /// The estimate at `at`, which is not before the newest bucket.
     pub fn at(&self, window: Window, at: Timestamp) -> f64 {
         let (previous, current) = self.seen_from(window.bucket(at));

@@ -129,6 +129,10 @@ pub struct Condition {
     pub remembered_ids: u64,
     /// Reservations that have ended since the start.
     pub ended: Ended,
+    /// Pools whose counters were gone before their time, since the start.
+    pub vanished_pools: u64,
+    /// By which policy the store may drop counters when it is full; `None`: it never does.
+    pub eviction_policy: Option<String>,
 }
 
 /// Where pools and plans are kept.

@@ -80,7 +80,7 @@ impl PoolLedger {
         })
     }
 
-    fn find_next_window_end(&mut self) {
+    pub(super) fn find_next_window_end(&mut self) {
         self.next_window_end =
             self.all_accounts().filter_map(|(_, _, account)| account.head().window_end).min();
     }

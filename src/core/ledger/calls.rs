@@ -122,7 +122,7 @@ pub struct Settlement {
 }
 
 /// How a cost was counted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 pub struct Recorded {
     /// It was counted by an earlier call.
     pub duplicate: bool,
@@ -150,7 +150,7 @@ pub enum Contradiction {
 }
 
 /// What is known of a reservation id.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 pub enum ReservationState {
     /// It holds.
     Open,

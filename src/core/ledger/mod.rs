@@ -5,12 +5,14 @@
 
 mod accounts;
 mod calls;
+mod parts;
 mod reading;
 
 use std::{collections::BTreeMap, sync::Arc};
 
 use hashbrown::HashMap;
 
+pub use self::parts::{AccountPart, DimensionPart, KeyPart, Parts};
 pub use self::calls::{
     AccountUsage, CLOCK_STEP_MS, Change, Consumption, Contradiction, Ended, Enforced, Hold, HoldRequest,
     ID_LIFE_MS_MAX, RESERVE_MS_MAX, Recorded, ReservationState, Settlement, Size, UsageReading,

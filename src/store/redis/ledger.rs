@@ -1,18 +1,35 @@
-//! The counters of all pools in Redis.
+//! The counters of all pools in Redis, as the service asks for them.
 
-use std::sync::Arc;
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use async_trait::async_trait;
+use bytes::Bytes;
+use serde::de::DeserializeOwned;
+use tokio::time::timeout;
 
-use super::RedisOptions;
+use super::{
+    RedisOptions, STORE,
+    batches::{Sender, Slot, broken},
+    client::Client,
+    health::Health,
+    keys,
+    reads::Reader,
+    stored::{Stored, decode},
+    watch,
+    wire::{Call, EnforceAnswer, Refused},
+};
 use crate::{
     core::{
         account::{Observation, Unread},
-        admission::{Counters, Reading},
+        admission::{Counters, Reading, Reserved},
         charge::{Charge, PerCheck},
-        ids::{ApiKeyId, ConnectionId, PoolRevision, ReservationId},
+        ids::{ApiKeyId, ConnectionId, PoolRevision, ReservationId, digest},
         ledger::{
-            Consumption, Enforced, Hold, HoldRequest, Recorded, ReservationState, Settlement, UsageReading,
+            CLOCK_STEP_MS, Consumption, Enforced, Hold, HoldRequest, PoolLedger, Recorded, ReservationState,
+            Settlement, UsageReading,
         },
         plan::DimensionKey,
         units::Timestamp,
@@ -20,110 +37,339 @@ use crate::{
     store::{Condition, Ledger, LedgerError, ReservationPlace, StoreError},
 };
 
+/// How long people wait for what they look at.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a closing ledger waits for what was asked of it.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+const CLOSE_PAUSE: Duration = Duration::from_millis(5);
+
 /// Counters of all pools in Redis.
+///
+/// A check reads what Redis holds and decides here, by the same code that decides in memory; whatever has an effect, or
+/// needs more than its key and its pool, is done by the script.
 #[derive(Debug)]
 pub struct RedisLedger {
     options: RedisOptions,
+    client: Client,
+    health: Arc<Health>,
+    sender: Sender,
+    reader: Reader,
+    pools: papaya::HashMap<PoolRevision, Arc<Slot>>,
 }
 
 impl RedisLedger {
     /// Starts to connect; calls are answered with [`LedgerError::Unreachable`] until that has succeeded. Call within the
     /// Tokio runtime that lasts as long.
+    ///
+    /// # Errors
+    /// The URL is none that can be used.
     pub async fn start(options: RedisOptions) -> Result<Self, StoreError> {
-        Ok(Self { options })
+        let unusable = |error| StoreError::Unavailable { store: STORE, doing: "connecting", source: Arc::new(error) };
+        let client = Client::start(&options.url).map_err(unusable)?;
+        let clock = Arc::clone(&options.clock);
+        let health = Arc::new(Health::new(Arc::clone(&clock)));
+        let sender =
+            Sender::start(client.clone(), Arc::clone(&health), name_of(&options.replica_id), Arc::clone(&clock));
+        let reader = Reader::start(client.clone(), Arc::clone(&health), clock);
+        tokio::spawn(watch::run(client.clone(), Arc::clone(&health), sender.stopping()));
+        Ok(Self { options, client, health, sender, reader, pools: papaya::HashMap::new() })
     }
 
-    fn missing<T>(&self) -> Result<T, LedgerError> {
-        let source = Arc::new(std::io::Error::other("not built yet"));
-        Err(LedgerError::Unreachable(StoreError::Unavailable { store: "Redis", doing: "anything", source }))
+    /// The pool's slot, made where it is not yet.
+    fn slot(&self, pool: PoolRevision) -> Result<Arc<Slot>, LedgerError> {
+        if let Some(layout) = self.health.newer_layout() {
+            return Err(LedgerError::Unreachable(newer_layout(layout)));
+        }
+        let slot = Arc::clone(self.pools.pin().get_or_insert_with(pool, || Arc::new(Slot::new(pool))));
+        if slot.is_removed() { Err(LedgerError::PoolRemoved) } else { Ok(slot) }
+    }
+
+    /// The longest that a cost waits: for the batch that is under way, and for its own.
+    fn record_timeout(&self) -> Duration {
+        2 * self.options.timeout
+    }
+
+    /// Has the script do `call`, and waits for its answer for as long as `budget`.
+    async fn call<T: DeserializeOwned>(
+        &self,
+        slot: &Arc<Slot>,
+        call: Call,
+        makes: Option<[u8; 12]>,
+        budget: Duration,
+    ) -> Result<T, LedgerError> {
+        let answer = self.sender.submit(slot, call, makes)?;
+        let answer = timeout(budget, answer).await.map_err(|_| timed_out(budget))?;
+        let bytes = answer.unwrap_or_else(|_| Err(timed_out(budget)))?;
+        match decode::<Result<T, Refused>>("an answer", &bytes)? {
+            Ok(value) => Ok(value),
+            Err(refused) => Err(refused.contradiction().map_or_else(|| timed_out(budget), LedgerError::from)),
+        }
+    }
+
+    /// The part of the pool that `keys` and the accounts of `connections` in `dimensions` are; `None` if Redis has to look
+    /// itself: nothing is there, or something has come to its end.
+    async fn part(
+        &self,
+        slot: &Arc<Slot>,
+        api_key: Option<&ApiKeyId>,
+        dimensions: &[DimensionKey],
+        connections: &[ConnectionId],
+    ) -> Result<Option<(PoolLedger, Timestamp, u64)>, LedgerError> {
+        loop {
+            let with_accounts = slot.has_accounts.load(Ordering::Relaxed);
+            let mut fields = vec![Bytes::from_static(keys::STATE)];
+            fields.extend(api_key.map(|key| Bytes::copy_from_slice(key.as_str().as_bytes())));
+            if with_accounts {
+                let accounts = dimensions.iter().flat_map(|dimension| {
+                    connections.iter().map(|connection| keys::account(*dimension, connection).into())
+                });
+                fields.extend(accounts);
+            }
+            let names = fields.clone();
+            let read = self.reader.read(slot, fields).await?;
+            let found = names.into_iter().zip(read.values).filter_map(|(name, value)| Some((name, value?)));
+            let stored = Stored::read(found)?;
+            let Some(state) = &stored.state else { return Ok(None) };
+            if slot.has_lost(Some(state.born), read.at) {
+                self.health.vanished(slot);
+            }
+            if state.has_accounts() && !with_accounts {
+                slot.has_accounts.store(true, Ordering::Relaxed);
+                continue;
+            }
+            let deadline = Some(state.next_deadline).filter(|deadline| *deadline > Timestamp::default());
+            let ended = deadline.is_some_and(|deadline| deadline <= read.at.max(state.now));
+            if ended || state.now.ms_since(read.at) > CLOCK_STEP_MS {
+                return Ok(None);
+            }
+            let open = state.open_reservations;
+            return Ok(Some((stored.into_ledger(slot.pool), read.at, open)));
+        }
+    }
+
+    /// All of the pool.
+    async fn whole(&self, slot: &Slot) -> Result<(PoolLedger, Timestamp), LedgerError> {
+        let (at, fields) = self.reader.read_all(slot, LOOK_TIMEOUT).await?;
+        let stored = Stored::read(fields)?;
+        let born = stored.state.as_ref().map(|state| state.born);
+        if slot.has_lost(born, at) {
+            self.health.vanished(slot);
+        }
+        Ok((stored.into_ledger(slot.pool), at))
+    }
+
+    async fn check_within(&self, slot: &Arc<Slot>, charge: &Charge) -> Result<Option<Reading>, LedgerError> {
+        let plan = charge.checks.iter().filter(|check| check.counter.model.is_none());
+        let dimensions: PerCheck<DimensionKey> = plan.map(|check| check.counter.dimension).collect();
+        let part = self.part(slot, Some(&charge.api_key), &dimensions, &charge.connections).await?;
+        let Some((mut ledger, at, open_reservations)) = part else { return Ok(None) };
+        let reading = ledger.check(charge, at);
+        let blocked = open_reservations > 0
+            && charge.findings(&reading).iter().any(|finding| finding.block.is_some());
+        // The script says what reservations give back, and when.
+        Ok(if blocked { None } else { Some(reading) })
+    }
+}
+
+/// Names this start of a replica: nobody else has it, whatever its data directory was copied from.
+fn name_of(replica_id: &str) -> [u8; 16] {
+    let mut name = [0; 16];
+    name[..8].copy_from_slice(&digest(&["replica", replica_id])[..8]);
+    name[8..].copy_from_slice(&rand::random::<[u8; 8]>());
+    name
+}
+
+fn timed_out(budget: Duration) -> LedgerError {
+    LedgerError::Unreachable(broken(&format!("no answer within {} ms", budget.as_millis())))
+}
+
+fn newer_layout(layout: u64) -> StoreError {
+    StoreError::Corrupt {
+        store: STORE,
+        what: keys::LAYOUT_KEY.to_owned(),
+        found: layout.to_string(),
+        expected: format!("this version knows layouts up to {}: upgrade this replica", keys::LAYOUT),
+    }
+}
+
+/// Gives back the reservation of a call that nobody has got an answer of.
+struct Unanswered<'a> {
+    ledger: &'a RedisLedger,
+    slot: &'a Arc<Slot>,
+    random: [u8; 12],
+    answered: bool,
+}
+
+impl Drop for Unanswered<'_> {
+    fn drop(&mut self) {
+        if self.answered || self.slot.withdraw(self.random) {
+            return;
+        }
+        // Where too much waits already, the deadline will do.
+        let _ = self.ledger.sender.submit_unheard(self.slot, Call::release(self.random, None));
     }
 }
 
 #[async_trait]
 impl Ledger for RedisLedger {
-    async fn check(&self, _: &Charge) -> Result<Reading, LedgerError> {
-        self.missing()
+    async fn check(&self, charge: &Charge) -> Result<Reading, LedgerError> {
+        let slot = self.slot(charge.pool)?;
+        let budget = self.options.timeout;
+        let deciding = async {
+            match self.check_within(&slot, charge).await? {
+                Some(reading) => Ok(reading),
+                None => self.call(&slot, Call::check(charge), None, budget).await,
+            }
+        };
+        timeout(budget, deciding).await.unwrap_or_else(|_| Err(timed_out(budget)))
     }
 
-    async fn enforce(&self, _: &Charge, _: HoldRequest) -> Result<Enforced, LedgerError> {
-        self.missing()
+    async fn enforce(&self, charge: &Charge, wish: HoldRequest) -> Result<Enforced, LedgerError> {
+        let slot = self.slot(charge.pool)?;
+        let budget = self.options.timeout;
+        let not_after = self.health.redis_now().map(|now| now.plus_ms(budget.as_millis() as u64));
+        let mut guard = Unanswered { ledger: self, slot: &slot, random: wish.random, answered: false };
+        let call = Call::enforce(charge, &wish, not_after);
+        let answer = self.call::<EnforceAnswer>(&slot, call, Some(wish.random), budget).await;
+        guard.answered = !matches!(answer, Err(LedgerError::Unreachable(_)));
+        let (reading, reserved) = answer?;
+        let reserved = reserved.map(|(random, deadline, repeated)| {
+            let id = ReservationId { pool: charge.pool, random: random.into_array() };
+            Reserved { id, deadline, repeated }
+        });
+        Ok(Enforced { reading, reserved })
     }
 
-    async fn record(&self, _: PoolRevision, _: &Consumption) -> Result<Recorded, LedgerError> {
-        self.missing()
+    async fn record(&self, pool: PoolRevision, consumption: &Consumption) -> Result<Recorded, LedgerError> {
+        let slot = self.slot(pool)?;
+        self.call(&slot, Call::record(pool, consumption), None, self.record_timeout()).await
     }
 
-    async fn release(&self, _: ReservationId, _: Option<&ApiKeyId>) -> Result<bool, LedgerError> {
-        self.missing()
+    async fn release(&self, id: ReservationId, api_key: Option<&ApiKeyId>) -> Result<bool, LedgerError> {
+        let slot = match self.slot(id.pool) {
+            Err(LedgerError::PoolRemoved) => return Ok(false),
+            slot => slot?,
+        };
+        match self.call(&slot, Call::release(id.random, api_key), None, self.record_timeout()).await {
+            Err(LedgerError::PoolRemoved) => Ok(false),
+            released => released,
+        }
     }
 
     async fn reservation(
         &self,
-        _: PoolRevision,
-        _: &Consumption,
-        _: Settlement,
+        pool: PoolRevision,
+        consumption: &Consumption,
+        settles: Settlement,
     ) -> Result<ReservationState, LedgerError> {
-        self.missing()
+        let slot = self.slot(pool)?;
+        let call = Call::reservation(pool, consumption, settles);
+        self.call(&slot, call, None, self.record_timeout()).await
     }
 
     async fn report(
         &self,
-        _: PoolRevision,
-        _: &ConnectionId,
-        _: &[Observation],
+        pool: PoolRevision,
+        connection: &ConnectionId,
+        seen: &[Observation],
     ) -> Result<Vec<Result<(), Unread>>, LedgerError> {
-        self.missing()
+        let slot = self.slot(pool)?;
+        self.call(&slot, Call::report(connection, seen), None, self.record_timeout()).await
     }
 
     async fn usage(
         &self,
-        _: PoolRevision,
-        _: &[DimensionKey],
-        _: &[ConnectionId],
-        _: bool,
+        pool: PoolRevision,
+        dimensions: &[DimensionKey],
+        connections: &[ConnectionId],
+        with_samples: bool,
     ) -> Result<UsageReading, LedgerError> {
-        self.missing()
+        let (mut ledger, at) = self.whole(&*self.slot(pool)?).await?;
+        Ok(ledger.usage(dimensions, connections, with_samples, at))
     }
 
     async fn totals(
         &self,
-        _: PoolRevision,
-        _: &[DimensionKey],
-        _: &[ConnectionId],
+        pool: PoolRevision,
+        dimensions: &[DimensionKey],
+        connections: &[ConnectionId],
     ) -> Result<(Timestamp, PerCheck<Counters>), LedgerError> {
-        self.missing()
+        let slot = self.slot(pool)?;
+        let part = timeout(LOOK_TIMEOUT, self.part(&slot, None, dimensions, connections)).await;
+        let (mut ledger, at) = match part.unwrap_or_else(|_| Err(timed_out(LOOK_TIMEOUT)))? {
+            Some((ledger, at, _)) => (ledger, at),
+            None => self.whole(&slot).await?,
+        };
+        Ok(ledger.totals(dimensions, connections, at))
     }
 
     async fn reservations(
         &self,
-        _: PoolRevision,
-        _: Option<ReservationPlace>,
-        _: Option<&ApiKeyId>,
-        _: usize,
+        pool: PoolRevision,
+        after: Option<ReservationPlace>,
+        api_key: Option<&ApiKeyId>,
+        count: usize,
     ) -> Result<Vec<(ReservationId, Arc<Hold>)>, LedgerError> {
-        self.missing()
+        let (mut ledger, at) = self.whole(&*self.slot(pool)?).await?;
+        Ok(ledger.reservations(after, api_key, count, at))
     }
 
     async fn reset(
         &self,
-        _: PoolRevision,
-        _: Option<&ApiKeyId>,
-        _: Option<DimensionKey>,
+        pool: PoolRevision,
+        api_key: Option<&ApiKeyId>,
+        dimension: Option<DimensionKey>,
     ) -> Result<(), LedgerError> {
-        self.missing()
+        let slot = self.slot(pool)?;
+        self.call(&slot, Call::reset(api_key, dimension), None, LOOK_TIMEOUT).await
     }
 
-    async fn remove(&self, _: PoolRevision) -> Result<(), LedgerError> {
-        self.missing()
+    async fn remove(&self, pool: PoolRevision) -> Result<(), LedgerError> {
+        let slot = match self.slot(pool) {
+            Err(LedgerError::PoolRemoved) => return Ok(()),
+            slot => slot?,
+        };
+        let answer = self.call::<()>(&slot, Call::remove(), None, LOOK_TIMEOUT).await;
+        // Whether Redis has heard it or not: this replica has no such pool.
+        slot.remove();
+        match answer {
+            Err(LedgerError::PoolRemoved) => Ok(()),
+            answer => answer,
+        }
     }
 
     fn condition(&self) -> Condition {
-        Condition::default()
+        let (mut open_reservations, mut remembered_ids) = (0, 0);
+        for slot in self.pools.pin().values() {
+            let known = slot.known();
+            open_reservations += known.open_reservations;
+            remembered_ids += known.remembered_ids;
+        }
+        Condition {
+            failing: self.health.newer_layout().map(newer_layout).or_else(|| self.health.failing()),
+            clock_steps: self.health.clock_steps(),
+            open_reservations,
+            remembered_ids,
+            ended: self.health.ended(),
+            vanished_pools: self.health.vanished_pools(),
+            eviction_policy: self.health.evicting(),
+        }
     }
 
     fn now(&self) -> Timestamp {
-        self.options.clock.now()
+        self.health.now()
     }
 
-    async fn close(&self) {}
+    async fn close(&self) {
+        let drained = async {
+            while self.sender.is_busy() {
+                tokio::time::sleep(CLOSE_PAUSE).await;
+            }
+        };
+        if timeout(CLOSE_TIMEOUT, drained).await.is_err() {
+            tracing::warn!("Redis did not answer while the service closed it: it is not known what it has done of the last calls");
+        }
+        self.sender.stop();
+        self.client.quit().await;
+    }
 }

@@ -1,12 +1,27 @@
-//! Counters in a Redis that replicas share.
+//! Counters in a Redis that replicas share: one script decides, holds and counts, by Redis' clock.
+//!
+//! What was acknowledged is as durable as that Redis is configured to be. `lua/` is the script, the twin of
+//! [`PoolLedger`](crate::core::ledger::PoolLedger); everything else brings calls to it, once each, and answers back.
 
+mod batches;
+mod client;
+mod health;
+mod keys;
 mod ledger;
+mod reads;
+mod stored;
+mod watch;
+mod wire;
 
 use std::{fmt, sync::Arc, time::Duration};
+
+use fred::types::config::Config;
 
 pub use ledger::RedisLedger;
 
 use crate::clock::Clock;
+
+const STORE: &str = "Redis";
 
 /// Where a Redis is, and how to enter: a URL as fred reads it. It may carry a password and is never shown.
 #[derive(Clone, PartialEq, Eq)]
@@ -18,8 +33,13 @@ impl RedisUrl {
     /// # Errors
     /// Says what is accepted; nothing of `text` is in it.
     pub fn parse(text: &str) -> Result<Self, InvalidRedisUrl> {
-        fred::types::config::Config::from_url(text).map_err(|_| InvalidRedisUrl)?;
-        Ok(Self(text.to_owned()))
+        let url = Self(text.to_owned());
+        url.config().map_err(|_| InvalidRedisUrl)?;
+        Ok(url)
+    }
+
+    fn config(&self) -> Result<Config, fred::error::Error> {
+        Config::from_url(&self.0)
     }
 }
 

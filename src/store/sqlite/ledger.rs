@@ -506,6 +506,7 @@ impl Ledger for SqliteLedger {
                 released: read(&size.released),
                 expired: read(&size.expired),
             },
+            ..Condition::default()
         }
     }
 

@@ -1,0 +1,465 @@
+//! Calls on their way to the script: what arrives for a pool while a batch of it is under way is the next batch.
+//!
+//! A batch has a number. One whose answer was lost is sent again under its number until Redis has said what became of it:
+//! the script gives the answers that it gave. So a pool has one batch under way, and batches of pools that one node has
+//! travel together.
+
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use bytes::Bytes;
+use fred::types::Value;
+use parking_lot::Mutex;
+use sha1::{Digest, Sha1};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot},
+    time::sleep,
+};
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    STORE,
+    client::{Client, Command, Failure, bytes_of, entries_of},
+    health::Health,
+    keys,
+    wire::{self, Call, Header},
+};
+use crate::{
+    core::{ids::PoolRevision, units::Timestamp},
+    store::{LedgerError, StoreError},
+};
+
+/// The script, as Redis gets it.
+pub(super) const SCRIPT: &str = concat!(
+    include_str!("lua/rule.lua"),
+    include_str!("lua/account.lua"),
+    include_str!("lua/ledger.lua"),
+    include_str!("lua/calls.lua"),
+    include_str!("lua/batch.lua"),
+);
+
+/// Most calls of one pool that travel together.
+const BATCH_CALLS_MAX: usize = 128;
+/// Most calls of all pools that travel together, to bound how long a script runs.
+const MESSAGE_CALLS_MAX: usize = 256;
+/// Messages to one node that are under way together: enough to keep a distant Redis at work, few enough that calls meet.
+const MESSAGES_UNDER_WAY_MAX: usize = 4;
+/// Pools of a cluster that have a message under way together.
+const CLUSTER_MESSAGES_MAX: usize = 1_024;
+/// Most calls of one pool that wait.
+const WAITING_MAX: usize = 20_000;
+/// How long the first attempt of a batch waits for its answer; each further one twice as long.
+const ATTEMPT_MIN: Duration = Duration::from_millis(200);
+const ATTEMPT_MAX: Duration = Duration::from_secs(5);
+/// How long it takes from a failed attempt to the next.
+const PAUSE_MIN: Duration = Duration::from_millis(5);
+const PAUSE_MAX: Duration = Duration::from_millis(500);
+
+pub(super) type Answer = Result<Bytes, LedgerError>;
+
+/// One life of a pool.
+#[derive(Debug)]
+pub(super) struct Slot {
+    pub(super) pool: PoolRevision,
+    keys: [Bytes; 7],
+    state: Mutex<SlotState>,
+    /// Something is known of an account of its connections.
+    pub(super) has_accounts: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct SlotState {
+    waiting: VecDeque<Waiting>,
+    /// A batch is under way, or the sender has been told.
+    busy: bool,
+    sequence: u64,
+    removed: bool,
+    /// Of the last answer.
+    header: Option<Header>,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    call: Call,
+    _counted: Counted,
+    /// Nobody waits for what has none.
+    answer: Option<oneshot::Sender<Answer>>,
+    /// The reservation that it may make.
+    makes: Option<[u8; 12]>,
+}
+
+/// Counts one for as long as it lives.
+#[derive(Debug)]
+struct Counted(Arc<AtomicU64>);
+
+impl Counted {
+    fn new(count: &Arc<AtomicU64>) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(Arc::clone(count))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// What has ended in Redis, as far as this process has heard, and how much is kept.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Known {
+    pub(super) open_reservations: u64,
+    pub(super) remembered_ids: u64,
+}
+
+impl Slot {
+    pub(super) fn new(pool: PoolRevision) -> Self {
+        Self {
+            pool,
+            keys: keys::of_pool(pool),
+            state: Mutex::default(),
+            has_accounts: AtomicBool::new(false),
+        }
+    }
+
+    /// The hash of the pool.
+    pub(super) fn hash(&self) -> Bytes {
+        self.keys[0].clone()
+    }
+
+    pub(super) fn is_removed(&self) -> bool {
+        self.state.lock().removed
+    }
+
+    pub(super) fn remove(&self) {
+        self.state.lock().removed = true;
+    }
+
+    pub(super) fn known(&self) -> Known {
+        let header = self.state.lock().header;
+        header.map_or_else(Known::default, |header| Known {
+            open_reservations: header.open_reservations,
+            remembered_ids: header.remembered_ids,
+        })
+    }
+
+    /// Counters that were begun at `born` are those that were known, if any were; true if others should still be there.
+    pub(super) fn has_lost(&self, born: Option<Timestamp>, clock: Timestamp) -> bool {
+        let mut state = self.state.lock();
+        let Some(known) = state.header else { return false };
+        let lost = born != Some(known.born) && clock < known.expires_at;
+        if lost {
+            // Said once.
+            state.header = None;
+        }
+        lost
+    }
+
+    /// Takes back a call that may make the reservation `random` if it has not been sent; false if it has.
+    pub(super) fn withdraw(&self, random: [u8; 12]) -> bool {
+        let mut state = self.state.lock();
+        let found = state.waiting.iter().position(|waiting| waiting.makes == Some(random));
+        found.is_some_and(|index| state.waiting.remove(index).is_some())
+    }
+
+    /// Queues a call; true if the sender has to be told.
+    fn push(&self, waiting: Waiting) -> Result<bool, LedgerError> {
+        let mut state = self.state.lock();
+        if state.waiting.len() >= WAITING_MAX {
+            let max = WAITING_MAX as u64;
+            return Err(LedgerError::Full { what: "calls of a pool that wait for Redis", max });
+        }
+        state.waiting.push_back(waiting);
+        Ok(!std::mem::replace(&mut state.busy, true))
+    }
+
+    /// The next batch; `None`: nobody waits any more.
+    fn next_batch(self: &Arc<Self>, calls_max: usize) -> Option<Batch> {
+        let mut state = self.state.lock();
+        let mut calls = Vec::new();
+        while calls.len() < calls_max.min(BATCH_CALLS_MAX)
+            && let Some(waiting) = state.waiting.pop_front()
+        {
+            // Whoever has given up before it was sent wants it no more.
+            if waiting.answer.as_ref().is_none_or(|answer| !answer.is_closed()) {
+                calls.push(waiting);
+            }
+        }
+        if calls.is_empty() {
+            state.busy = false;
+            return None;
+        }
+        state.sequence += 1;
+        Some(Batch { slot: Arc::clone(self), sequence: state.sequence, calls })
+    }
+
+    /// The batch is done; true if there is a next one.
+    fn finish(&self) -> bool {
+        let mut state = self.state.lock();
+        state.busy = !state.waiting.is_empty();
+        state.busy
+    }
+}
+
+/// Calls of one pool that travel together.
+#[derive(Debug)]
+struct Batch {
+    slot: Arc<Slot>,
+    sequence: u64,
+    calls: Vec<Waiting>,
+}
+
+impl Batch {
+    fn is_wanted(&self) -> bool {
+        self.calls.iter().any(|call| call.answer.as_ref().is_none_or(|answer| !answer.is_closed()))
+    }
+
+    fn answer_all(self, sender: &Sender, answer: impl Fn() -> Answer) {
+        for call in self.calls {
+            // A caller that has hung up hears nothing.
+            let _ = call.answer.map(|waiting| waiting.send(answer()));
+        }
+        sender.finish(&self.slot);
+    }
+}
+
+/// Sends the calls of all pools.
+#[derive(Clone, Debug)]
+pub(super) struct Sender(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    client: Client,
+    health: Arc<Health>,
+    /// Names this process: its replica, and its start.
+    name: [u8; 16],
+    script_sha: Bytes,
+    clock: Arc<dyn crate::clock::Clock>,
+    ready: mpsc::UnboundedSender<Arc<Slot>>,
+    unanswered: Arc<AtomicU64>,
+    stop: CancellationToken,
+}
+
+impl Sender {
+    /// Starts to send. Call within the Tokio runtime that lasts as long.
+    pub(super) fn start(
+        client: Client,
+        health: Arc<Health>,
+        name: [u8; 16],
+        clock: Arc<dyn crate::clock::Clock>,
+    ) -> Self {
+        let (ready, receiver) = mpsc::unbounded_channel();
+        let script_sha = Sha1::digest(SCRIPT).iter().map(|byte| format!("{byte:02x}")).collect::<String>().into();
+        let stop = CancellationToken::new();
+        let sender = Self(Arc::new(Inner { client, health, name, script_sha, clock, ready, unanswered: Arc::default(), stop }));
+        tokio::spawn(sender.clone().run(receiver));
+        sender
+    }
+
+    /// Ends all that is under way.
+    pub(super) fn stop(&self) {
+        self.0.stop.cancel();
+    }
+
+    /// Tells of [`stop`](Self::stop).
+    pub(super) fn stopping(&self) -> CancellationToken {
+        self.0.stop.clone()
+    }
+
+    /// Calls are waiting or under way.
+    pub(super) fn is_busy(&self) -> bool {
+        self.0.unanswered.load(Ordering::Relaxed) > 0
+    }
+
+    /// Sends a call with the next batch of its pool.
+    pub(super) fn submit(
+        &self,
+        slot: &Arc<Slot>,
+        call: Call,
+        makes: Option<[u8; 12]>,
+    ) -> Result<oneshot::Receiver<Answer>, LedgerError> {
+        let (answer, receiver) = oneshot::channel();
+        self.push(slot, call, Some(answer), makes)?;
+        Ok(receiver)
+    }
+
+    /// The same where nobody waits for the answer.
+    pub(super) fn submit_unheard(&self, slot: &Arc<Slot>, call: Call) -> Result<(), LedgerError> {
+        self.push(slot, call, None, None)
+    }
+
+    fn push(
+        &self,
+        slot: &Arc<Slot>,
+        call: Call,
+        answer: Option<oneshot::Sender<Answer>>,
+        makes: Option<[u8; 12]>,
+    ) -> Result<(), LedgerError> {
+        if self.0.stop.is_cancelled() {
+            return Err(LedgerError::Unreachable(stopped()));
+        }
+        let waiting = Waiting { call, answer, makes, _counted: Counted::new(&self.0.unanswered) };
+        if slot.push(waiting)? {
+            self.announce(slot);
+        }
+        Ok(())
+    }
+
+    fn announce(&self, slot: &Arc<Slot>) {
+        // It ends with the sender alone.
+        let _ = self.0.ready.send(Arc::clone(slot));
+    }
+
+    fn finish(&self, slot: &Arc<Slot>) {
+        if slot.finish() {
+            self.announce(slot);
+        }
+    }
+
+    async fn run(self, mut ready: mpsc::UnboundedReceiver<Arc<Slot>>) {
+        let clustered = self.0.client.is_clustered();
+        let under_way = if clustered { CLUSTER_MESSAGES_MAX } else { MESSAGES_UNDER_WAY_MAX };
+        let under_way = Arc::new(Semaphore::new(under_way));
+        loop {
+            let Ok(permit) = Arc::clone(&under_way).acquire_owned().await else { return };
+            let first = tokio::select! {
+                slot = ready.recv() => slot,
+                () = self.0.stop.cancelled() => None,
+            };
+            let Some(first) = first else { return };
+            let mut batches: Vec<Batch> = first.next_batch(BATCH_CALLS_MAX).into_iter().collect();
+            let mut calls: usize = batches.iter().map(|batch| batch.calls.len()).sum();
+            while !clustered
+                && calls < MESSAGE_CALLS_MAX
+                && let Ok(slot) = ready.try_recv()
+            {
+                if let Some(batch) = slot.next_batch(MESSAGE_CALLS_MAX - calls) {
+                    calls += batch.calls.len();
+                    batches.push(batch);
+                }
+            }
+            if !batches.is_empty() {
+                tokio::spawn(self.clone().send(batches, permit));
+            }
+        }
+    }
+
+    /// Sends batches until it is known what became of them.
+    async fn send(self, batches: Vec<Batch>, _under_way: OwnedSemaphorePermit) {
+        let mut command = self.command(&batches);
+        let (mut timeout, mut pause, mut uncertain) = (ATTEMPT_MIN, PAUSE_MIN, false);
+        loop {
+            let result = tokio::select! {
+                result = self.0.client.call(command.clone(), timeout) => result,
+                () = self.0.stop.cancelled() => return self.give_up(batches, &stopped()),
+            };
+            match result {
+                Ok(replies) => {
+                    self.0.health.answers();
+                    return self.distribute(batches, replies);
+                }
+                Err(failure) if failure.is_no_script() => {
+                    // EVAL leaves the script in the cache of the node that had lost it.
+                    command = Command { name: "EVAL", args: self.args(SCRIPT.into(), &batches), ..command };
+                    continue;
+                }
+                Err(failure) => {
+                    self.0.health.fails(&failure);
+                    uncertain |= failure.is_unknown();
+                    let unwanted = !uncertain && !batches.iter().any(Batch::is_wanted);
+                    if (failure.is_final() && !uncertain) || unwanted {
+                        return self.give_up(batches, &failed(failure));
+                    }
+                }
+            }
+            tokio::select! {
+                () = sleep(pause) => {}
+                () = self.0.stop.cancelled() => return self.give_up(batches, &stopped()),
+            }
+            (timeout, pause) = ((2 * timeout).min(ATTEMPT_MAX), (2 * pause).min(PAUSE_MAX));
+        }
+    }
+
+    fn command(&self, batches: &[Batch]) -> Command {
+        let key = batches[0].slot.hash();
+        Command { name: "EVALSHA", key, args: self.args(self.0.script_sha.clone(), batches) }
+    }
+
+    fn args(&self, script: Bytes, batches: &[Batch]) -> Vec<Bytes> {
+        let keys = batches.iter().flat_map(|batch| batch.slot.keys.iter().cloned());
+        let messages = batches.iter().map(|batch| {
+            let calls = batch.calls.iter().map(|waiting| &waiting.call);
+            Bytes::from(wire::batch(&self.0.name, batch.sequence, calls))
+        });
+        let count = (batches.len() * 7).to_string().into();
+        [script, count].into_iter().chain(keys).chain([now_for(&*self.0.clock)]).chain(messages).collect()
+    }
+
+    fn give_up(&self, batches: Vec<Batch>, error: &StoreError) {
+        for batch in batches {
+            batch.answer_all(self, || Err(LedgerError::Unreachable(error.clone())));
+        }
+    }
+
+    fn distribute(&self, batches: Vec<Batch>, replies: Value) {
+        let mut replies = entries_of(replies).into_iter();
+        for batch in batches {
+            let mut reply = entries_of(replies.next().unwrap_or(Value::Null)).into_iter();
+            let header = reply.next().and_then(bytes_of);
+            match header {
+                Some(header) => self.distribute_one(batch, &header, reply.filter_map(bytes_of).collect()),
+                None => {
+                    let said = reply.next().and_then(bytes_of).unwrap_or_default();
+                    let error = broken(&String::from_utf8_lossy(&said));
+                    tracing::error!(pool = batch.slot.pool.0, %error, "a batch failed in Redis");
+                    batch.answer_all(self, || Err(error.clone().into()));
+                }
+            }
+        }
+    }
+
+    fn distribute_one(&self, batch: Batch, header: &[u8], answers: Vec<Bytes>) {
+        if rmp_serde::from_slice::<&str>(header).is_ok_and(|header| header == "removed") {
+            batch.slot.remove();
+            return batch.answer_all(self, || Err(LedgerError::PoolRemoved));
+        }
+        let header = match rmp_serde::from_slice::<Header>(header) {
+            Ok(header) => header,
+            Err(error) => {
+                let error = broken(&error.to_string());
+                return batch.answer_all(self, || Err(error.clone().into()));
+            }
+        };
+        self.0.health.heard(&batch.slot, &header);
+        batch.slot.state.lock().header = Some(header);
+        for (call, answer) in batch.calls.into_iter().zip(answers) {
+            // A caller that has hung up hears nothing.
+            let _ = call.answer.map(|waiting| waiting.send(Ok(answer)));
+        }
+        self.finish(&batch.slot);
+    }
+}
+
+/// What the script gets as its clock: nothing, so that it asks Redis', unless a test has another.
+pub(super) fn now_for(clock: &dyn crate::clock::Clock) -> Bytes {
+    clock.injected().map_or_else(Bytes::new, |now| now.unix_ms().to_string().into())
+}
+
+pub(super) fn failed(failure: Failure) -> StoreError {
+    StoreError::Unavailable { store: STORE, doing: "deciding", source: Arc::new(failure) }
+}
+
+pub(super) fn broken(said: &str) -> StoreError {
+    let source = Arc::new(std::io::Error::other(said.to_owned()));
+    StoreError::Unavailable { store: STORE, doing: "deciding", source }
+}
+
+pub(super) fn stopped() -> StoreError {
+    broken("the service is stopping")
+}

@@ -1,0 +1,215 @@
+//! The connection to Redis: the one file that knows fred.
+//!
+//! fred is told never to send a command twice on its own and never to wait without a bound. Commands are awaited in tasks
+//! that live on when a caller hangs up: a future of fred's that is dropped leaves its command in the queue.
+
+use std::{fmt, sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use fred::{
+    clients,
+    error::{Error, ErrorKind},
+    interfaces::{ClientLike, EventInterface},
+    types::{
+        ClusterHash, CustomCommand, Value,
+        config::{
+            Config, ConnectionConfig, Options, PerformanceConfig, ReconnectPolicy, Server, TcpConfig,
+            UnresponsiveConfig,
+        },
+    },
+};
+use tokio::sync::broadcast;
+
+use super::RedisUrl;
+
+/// How long fred tries to connect, and how long its own commands take.
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
+/// Redirections that one command follows while slots move.
+const REDIRECTIONS_MAX: u32 = 3;
+/// Commands that wait for a connection.
+const COMMANDS_WAITING_MAX: usize = 10_000;
+const RECONNECT_MIN_MS: u32 = 50;
+const RECONNECT_MAX_MS: u32 = 1_000;
+
+/// Words by which Redis begins to say that it has not done what it was asked.
+const REFUSALS: [&str; 17] = [
+    "ASK", "BUSY", "CLUSTERDOWN", "ERR", "LOADING", "MASTERDOWN", "MISCONF", "MOVED", "NOAUTH", "NOPERM",
+    "NOREPLICAS", "NOSCRIPT", "OOM", "READONLY", "TRYAGAIN", "WRONGPASS", "WRONGTYPE",
+];
+/// Those of them that pass.
+const PASSING: [&str; 8] =
+    ["ASK", "BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MOVED", "READONLY", "TRYAGAIN"];
+
+/// Why there is no answer.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(super) enum Failure {
+    /// Redis refused, and has done nothing.
+    #[error("{text}")]
+    Refused {
+        /// The first word of `text`.
+        word: String,
+        /// What Redis said.
+        text: String,
+    },
+    /// The connection failed or the time was up: whether the command was done is not known.
+    #[error("{0}")]
+    Unknown(Arc<Error>),
+}
+
+impl Failure {
+    /// Redis does not know the script.
+    pub(super) fn is_no_script(&self) -> bool {
+        matches!(self, Failure::Refused { word, .. } if word == "NOSCRIPT")
+    }
+
+    /// It is known that nothing was done, and asking again will not help.
+    pub(super) fn is_final(&self) -> bool {
+        matches!(self, Failure::Refused { word, .. } if !PASSING.contains(&word.as_str()))
+    }
+
+    /// The command may have been done.
+    pub(super) fn is_unknown(&self) -> bool {
+        matches!(self, Failure::Unknown(_))
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        let local = matches!(error.kind(), ErrorKind::Timeout | ErrorKind::IO | ErrorKind::Canceled);
+        let word = error.details().split_whitespace().next().unwrap_or_default();
+        if !local && REFUSALS.contains(&word) {
+            return Failure::Refused { word: word.to_owned(), text: error.details().to_owned() };
+        }
+        Failure::Unknown(Arc::new(error))
+    }
+}
+
+/// A command for the node that has a slot.
+#[derive(Clone, Debug)]
+pub(super) struct Command {
+    pub(super) name: &'static str,
+    /// Whose slot; ignored where there is one node.
+    pub(super) key: Bytes,
+    pub(super) args: Vec<Bytes>,
+}
+
+/// Connections to a Redis, however many nodes it has.
+#[derive(Clone)]
+pub(super) struct Client(clients::Client);
+
+impl fmt::Debug for Client {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Client")
+    }
+}
+
+impl Client {
+    /// Starts to connect, and goes on trying whenever a connection breaks. Call within a Tokio runtime.
+    pub(super) fn start(url: &RedisUrl) -> Result<Self, Error> {
+        let config = Config { fail_fast: false, ..url.config()? };
+        let performance = PerformanceConfig { default_command_timeout: CONNECT_TIMEOUT, ..Default::default() };
+        let connection = ConnectionConfig {
+            connection_timeout: CONNECT_TIMEOUT,
+            internal_command_timeout: CONNECT_TIMEOUT,
+            max_command_attempts: 1,
+            max_redirections: REDIRECTIONS_MAX,
+            max_command_buffer_len: COMMANDS_WAITING_MAX,
+            unresponsive: UnresponsiveConfig {
+                max_timeout: Some(2 * CONNECT_TIMEOUT),
+                interval: CONNECT_TIMEOUT / 2,
+            },
+            reconnect_on_auth_error: true,
+            tcp: TcpConfig { nodelay: Some(true), ..Default::default() },
+            ..Default::default()
+        };
+        let policy = ReconnectPolicy::new_exponential(0, RECONNECT_MIN_MS, RECONNECT_MAX_MS, 2);
+        let client = clients::Client::new(config, Some(performance), Some(connection), Some(policy));
+        client.connect();
+        Ok(Self(client))
+    }
+
+    /// Tells of every connection that was made.
+    pub(super) fn connected(&self) -> broadcast::Receiver<Server> {
+        self.0.reconnect_rx()
+    }
+
+    /// Pools are spread over several nodes.
+    pub(super) fn is_clustered(&self) -> bool {
+        self.0.is_clustered()
+    }
+
+    /// One command and its answer.
+    pub(super) async fn call(&self, command: Command, timeout: Duration) -> Result<Value, Failure> {
+        let (custom, args) = custom(command);
+        Ok(self.0.with_options(&options(timeout)).custom(custom, args).await?)
+    }
+
+    /// Commands that go out together, and an answer for each.
+    pub(super) async fn pipeline(
+        &self,
+        commands: Vec<Command>,
+        timeout: Duration,
+    ) -> Result<Vec<Value>, Failure> {
+        let pipeline = self.0.pipeline().with_options(&options(timeout));
+        for command in commands {
+            let (custom, args) = custom(command);
+            let () = pipeline.custom(custom, args).await?;
+        }
+        Ok(pipeline.all().await?)
+    }
+
+    /// The same command on every node that keeps something.
+    pub(super) async fn on_every_node(&self, command: &Command, timeout: Duration) -> Vec<Result<Value, Failure>> {
+        let nodes = if self.is_clustered() {
+            self.0.active_connections().into_iter().map(Some).collect()
+        } else {
+            vec![None]
+        };
+        let mut answers = Vec::new();
+        for cluster_node in nodes {
+            let (custom, args) = custom(command.clone());
+            let options = Options { cluster_node, ..options(timeout) };
+            answers.push(self.0.with_options(&options).custom(custom, args).await.map_err(Failure::from));
+        }
+        answers
+    }
+
+    /// Lets go of all connections.
+    pub(super) async fn quit(&self) {
+        // A connection that is gone needs no farewell.
+        let _ = self.0.quit().await;
+    }
+}
+
+fn custom(command: Command) -> (CustomCommand, Vec<Value>) {
+    let Command { name, key, args } = command;
+    let custom = CustomCommand::new_static(name, ClusterHash::from(&*key), false);
+    (custom, args.into_iter().map(Value::Bytes).collect())
+}
+
+fn options(timeout: Duration) -> Options {
+    Options {
+        max_attempts: Some(1),
+        max_redirections: Some(REDIRECTIONS_MAX),
+        timeout: Some(timeout),
+        fail_fast: true,
+        ..Default::default()
+    }
+}
+
+/// The bytes of a string; `None` for everything else.
+pub(super) fn bytes_of(value: Value) -> Option<Bytes> {
+    match value {
+        Value::Bytes(bytes) => Some(bytes),
+        Value::String(text) => Some(text.into_inner()),
+        _ => None,
+    }
+}
+
+/// The entries of an array; none for everything else.
+pub(super) fn entries_of(value: Value) -> Vec<Value> {
+    match value {
+        Value::Array(entries) => entries,
+        _ => Vec::new(),
+    }
+}

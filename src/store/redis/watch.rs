@@ -1,0 +1,72 @@
+//! What is looked at whenever a connection was made: the clock, the layout, and whether keys may be evicted.
+
+use std::{sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use tokio::{sync::broadcast, time::sleep};
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    client::{Client, Command, Failure, bytes_of},
+    health::Health,
+    keys::{LAYOUT, LAYOUT_KEY},
+    reads::instant_of,
+};
+
+const TIMEOUT: Duration = Duration::from_secs(1);
+/// How long until a look that failed is taken again.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// Looks at Redis after every connection, until `stop`.
+pub(super) async fn run(client: Client, health: Arc<Health>, stop: CancellationToken) {
+    let mut connected = client.connected();
+    loop {
+        while let Err(failure) = look(&client, &health).await {
+            health.fails(&failure);
+            tokio::select! {
+                () = sleep(PAUSE) => {}
+                () = stop.cancelled() => return,
+            }
+        }
+        health.answers();
+        let next = tokio::select! {
+            next = connected.recv() => next,
+            () = stop.cancelled() => return,
+        };
+        if matches!(next, Err(broadcast::error::RecvError::Closed)) {
+            return;
+        }
+    }
+}
+
+async fn look(client: &Client, health: &Health) -> Result<(), Failure> {
+    let command = |name, args: &[&str]| {
+        let args: Vec<Bytes> = args.iter().map(|arg| Bytes::copy_from_slice(arg.as_bytes())).collect();
+        Command { name, key: Bytes::from_static(LAYOUT_KEY.as_bytes()), args }
+    };
+    if let Some(now) = instant_of(client.call(command("TIME", &[]), TIMEOUT).await?) {
+        health.clock_said(now);
+    }
+    let mine = LAYOUT.to_string();
+    client.call(command("SET", &[LAYOUT_KEY, &mine, "NX"]), TIMEOUT).await?;
+    let layout = bytes_of(client.call(command("GET", &[LAYOUT_KEY]), TIMEOUT).await?);
+    let layout = layout.and_then(|layout| std::str::from_utf8(&layout).ok()?.parse().ok());
+    let layout = layout.unwrap_or(LAYOUT);
+    health.met_layout(layout);
+    if layout < LAYOUT {
+        client.call(command("SET", &[LAYOUT_KEY, &mine]), TIMEOUT).await?;
+    }
+    let mut evicting = None;
+    for answer in client.on_every_node(&command("INFO", &["memory"]), TIMEOUT).await {
+        evicting = evicting.or(policy(&answer.map(bytes_of)?.unwrap_or_default()));
+    }
+    health.evicts(evicting);
+    Ok(())
+}
+
+/// The policy by which keys are evicted, if they are.
+fn policy(info: &[u8]) -> Option<String> {
+    let text = String::from_utf8_lossy(info);
+    let line = text.lines().find_map(|line| line.strip_prefix("maxmemory_policy:"))?;
+    Some(line.trim()).filter(|policy| *policy != "noeviction").map(str::to_owned)
+}
