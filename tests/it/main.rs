@@ -18,6 +18,7 @@ mod many_clients;
 mod model;
 mod oracle;
 mod readme_tour;
+mod redis_harness;
 mod replay;
 mod reservations_outlive;
 mod rule_properties;

@@ -22,7 +22,7 @@ use tokio::sync::{RwLock, oneshot};
 use super::Client;
 
 /// Far more than a start or a stop takes, so that a machine under load fails no test.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Held while a process is started: until it has replaced itself with the binary, it has copies of all files that this
 /// process has open, and with them the lock on every data directory. Whoever lets go of one and takes it again must not
@@ -132,17 +132,16 @@ pub(crate) struct Ended {
 
 /// Runs the binary to its end, with no other variables than `vars`.
 pub(crate) async fn run(args: &[&str], vars: &[(&str, &str)]) -> Ended {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_quota-share"));
+    end_of(command.env_clear().args(args).envs(vars.iter().copied())).await
+}
+
+/// Runs a command to its end.
+pub(crate) async fn end_of(command: &mut Command) -> Ended {
     let starting = STARTING.write().await;
-    let child = Command::new(env!("CARGO_BIN_EXE_quota-share"))
-        .env_clear()
-        .args(args)
-        .envs(vars.iter().copied())
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the binary was built");
+    let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
     drop(starting);
+    let child = child.expect("the program is there");
     let ended = tokio::task::spawn_blocking(|| child.wait_with_output()).await;
     let output = ended.expect("waiting does not panic").expect("it is our child");
     let text = |bytes| String::from_utf8(bytes).expect("the program speaks UTF-8");
