@@ -1,4 +1,4 @@
-//! The harness does what it says: Redis servers and clusters of a test's own.
+//! The harness does what it says: Redis servers and clusters of a test's own, and connections that fail at will.
 
 use std::{
     cell::Cell,
@@ -23,7 +23,7 @@ use tokio::{
     time::timeout,
 };
 
-use crate::harness::{PATIENCE, TestCluster, TestRedis, end_of, redis_is_missing};
+use crate::harness::{PATIENCE, Proxy, TestCluster, TestRedis, end_of, redis_is_missing};
 
 /// One connection that speaks Redis' protocol, as bare as it gets: a request is a line, an answer is one, too.
 #[derive(Debug)]
@@ -209,7 +209,8 @@ async fn fred_understands_each_url() {
         return;
     }
     let (redis, cluster) = (TestRedis::shared().await, TestCluster::shared().await);
-    for url in [redis.url(), redis.socket_url(), cluster.url()] {
+    let proxy = Proxy::to(redis.address()).await;
+    for url in [redis.url(), redis.socket_url(), proxy.url(), cluster.url()] {
         let config = Config::from_url(&url).expect("a URL that fred knows");
         let client = Builder::from_config(config).build().expect("the configuration is valid");
         let connected = timeout(PATIENCE, client.init()).await.expect("fred says whether it worked");
@@ -218,6 +219,7 @@ async fn fred_understands_each_url() {
         assert_eq!(pong, "PONG");
         client.quit().await.expect("it is connected");
     }
+    assert_eq!(proxy.connections(), 1);
 }
 
 #[tokio::test]
@@ -288,4 +290,169 @@ async fn a_node_that_was_killed_takes_its_place_again() {
     cluster.until_it_is_whole().await;
     assert_eq!(cluster.cli(2, &["SET", "a", "v"]).await, "OK");
     assert_eq!(cluster.cli(0, &["-c", "GET", "a"]).await, "v");
+}
+
+#[tokio::test]
+async fn a_proxy_passes_everything_on_and_counts_it() {
+    if redis_is_missing() {
+        return;
+    }
+    let mut redis = TestRedis::start().await;
+    let proxy = Proxy::to(redis.address()).await;
+    let mut bare = Bare::to(proxy.address()).await;
+    for n in 1..=3 {
+        assert_eq!(bare.ask("INCR n").await, Some(format!(":{n}")));
+    }
+    let long = "x".repeat(1_000_000);
+    assert_eq!(bare.ask(&format!("*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1000000\r\n{long}")).await, some("+OK"));
+    assert_eq!(bare.ask("GET k").await, some("$1000000"));
+    assert_eq!(bare.line().await, Some(long));
+    assert!(proxy.requests() > 5 && proxy.answers() > 5);
+    let (requests, answers) = (proxy.requests(), proxy.answers());
+    assert_eq!(bare.ask("QUIT").await, some("+OK"));
+    assert_eq!(bare.line().await, None, "the server's end is passed on");
+    assert_eq!((proxy.requests(), proxy.answers()), (requests + 1, answers + 1));
+    assert_eq!(proxy.connections(), 1);
+
+    redis.kill();
+    assert_eq!(Bare::to(proxy.address()).await.line().await, None, "nobody is behind it");
+    redis.restart().await;
+    assert_eq!(Bare::to(proxy.address()).await.ask("INCR n").await, some(":1"));
+    assert_eq!(proxy.connections(), 3);
+    let address = proxy.address();
+    drop(proxy);
+    // The listener goes with its task, which the runtime ends.
+    let asked = Instant::now();
+    while !is_refused(address).await {
+        assert!(asked.elapsed() < PATIENCE, "the proxy goes on");
+    }
+}
+
+#[tokio::test]
+async fn a_proxy_delays_both_directions() {
+    if redis_is_missing() {
+        return;
+    }
+    let proxy = Proxy::to(TestRedis::shared().await.address()).await;
+    let mut bare = Bare::to(proxy.address()).await;
+    let delay = Duration::from_millis(40);
+    proxy.delay(delay);
+    let asked = Instant::now();
+    bare.send("ECHO a").await;
+    bare.send("ECHO b").await;
+    for want in ["$1", "a", "$1", "b"] {
+        assert_eq!(bare.line().await, some(want));
+    }
+    assert!(asked.elapsed() >= 2 * delay);
+    proxy.delay(Duration::ZERO);
+    assert_eq!(bare.ask("PING").await, some("+PONG"));
+}
+
+#[tokio::test]
+async fn a_proxy_cuts_what_is_there_and_takes_new_connections() {
+    if redis_is_missing() {
+        return;
+    }
+    let proxy = Proxy::to(TestRedis::shared().await.address()).await;
+    let mut two = [Bare::to(proxy.address()).await, Bare::to(proxy.address()).await];
+    for bare in &mut two {
+        assert_eq!(bare.ask("PING").await, some("+PONG"));
+    }
+    proxy.cut().await;
+    for bare in &mut two {
+        assert_eq!(bare.line().await, None);
+    }
+    assert_eq!(Bare::to(proxy.address()).await.ask("PING").await, some("+PONG"));
+    assert_eq!(proxy.connections(), 3);
+}
+
+#[tokio::test]
+async fn a_proxy_refuses_new_connections_and_keeps_those_that_are_there() {
+    if redis_is_missing() {
+        return;
+    }
+    let mut proxy = Proxy::to(TestRedis::shared().await.address()).await;
+    let mut early = Bare::to(proxy.address()).await;
+    assert_eq!(early.ask("PING").await, some("+PONG"));
+    proxy.refuse(true).await;
+    assert!(is_refused(proxy.address()).await);
+    assert_eq!(early.ask("PING").await, some("+PONG"));
+    proxy.refuse(false).await;
+    assert_eq!(Bare::to(proxy.address()).await.ask("PING").await, some("+PONG"));
+    assert_eq!(proxy.connections(), 2);
+}
+
+#[tokio::test]
+async fn a_proxy_loses_answers_to_requests_that_arrive() {
+    if redis_is_missing() {
+        return;
+    }
+    let redis = TestRedis::shared().await;
+    let proxy = Proxy::to(redis.address()).await;
+    let mut bare = Bare::to(proxy.address()).await;
+    proxy.swallow(true);
+    bare.send("INCR swallowed").await;
+    until("the server answers", || proxy.answers() == 1).await;
+    assert_eq!(redis.cli(&["GET", "swallowed"]).await, "1");
+    proxy.swallow(false);
+    assert_eq!(bare.ask("PING").await, some("+PONG"));
+}
+
+#[tokio::test]
+async fn a_proxy_hangs_in_both_directions_and_then_passes_on_what_came() {
+    if redis_is_missing() {
+        return;
+    }
+    let redis = TestRedis::shared().await;
+    let proxy = Proxy::to(redis.address()).await;
+    let mut bare = Bare::to(proxy.address()).await;
+    let mut subscriber = Bare::to(proxy.address()).await;
+    subscriber.send("SUBSCRIBE hung").await;
+    for want in ["*3", "$9", "subscribe", "$4", "hung", ":1"] {
+        assert_eq!(subscriber.line().await, some(want));
+    }
+    proxy.hang(true);
+    bare.send("INCR hung").await;
+    until("the request is at the proxy", || proxy.requests() == 2).await;
+    assert_eq!(redis.cli(&["INCR", "hung"]).await, "1", "the other one has not arrived");
+    assert_eq!(redis.cli(&["PUBLISH", "hung", "news"]).await, "1");
+    until("the answer is at the proxy", || proxy.answers() == 2).await;
+    let mut late = Bare::to(proxy.address()).await;
+    late.send("PING").await;
+    assert!(bare.is_silent() && subscriber.is_silent() && late.is_silent());
+    proxy.hang(false);
+    assert_eq!(bare.line().await, some(":2"));
+    for want in ["*3", "$7", "message", "$4", "hung", "$4", "news"] {
+        assert_eq!(subscriber.line().await, some(want));
+    }
+    assert_eq!(late.line().await, some("+PONG"));
+}
+
+#[tokio::test]
+async fn a_proxy_cuts_a_connection_after_a_request_and_before_its_answer() {
+    if redis_is_missing() {
+        return;
+    }
+    let redis = TestRedis::shared().await;
+    let proxy = Proxy::to(redis.address()).await;
+    let mut bare = Bare::to(proxy.address()).await;
+    proxy.cut_after_requests(2);
+    assert_eq!(bare.ask("INCR cut").await, some(":1"));
+    assert_eq!(bare.ask("INCR cut").await, None);
+    assert_eq!(redis.cli(&["GET", "cut"]).await, "2", "done before the client learned anything");
+    assert_eq!(Bare::to(proxy.address()).await.ask("INCR cut").await, some(":3"));
+}
+
+#[tokio::test]
+async fn a_proxy_loses_as_many_answers_as_it_is_told() {
+    if redis_is_missing() {
+        return;
+    }
+    let redis = TestRedis::shared().await;
+    let proxy = Proxy::to(redis.address()).await;
+    let mut open = Bare::to(proxy.address()).await;
+    proxy.lose_next_answers(2);
+    assert_eq!(open.ask("INCR lost").await, None);
+    assert_eq!(Bare::to(proxy.address()).await.ask("INCR lost").await, None);
+    assert_eq!(Bare::to(proxy.address()).await.ask("INCR lost").await, some(":3"));
 }

@@ -5,6 +5,7 @@
 //! | `server`     | [`TestServer`]: the service in this process, with a clock that the test moves    |
 //! | `process`    | [`TestProcess`]: the binary with the machine's clock, to be killed and restarted |
 //! | `redis`      | [`TestRedis`], [`TestCluster`]: Redis servers, to be paused, killed, restarted   |
+//! | `proxy`      | [`Proxy`]: a connection that is slow, cut, hung, or loses answers, at will       |
 //! | `ports`      | ports for what has to come back on the same one                                  |
 //! | `client`     | [`Client`]: one connection; a call is one line, a refusal is a panic             |
 //! | `requests`   | pools, plans, costs and calls, as terse as a table's row                         |
@@ -14,6 +15,7 @@ mod answers;
 mod client;
 mod ports;
 mod process;
+mod proxy;
 mod redis;
 mod requests;
 mod server;
@@ -21,6 +23,7 @@ mod server;
 pub(crate) use answers::{Refusal, Verdict, blocked, millis, refusal, unix_ms};
 pub(crate) use client::{Client, told};
 pub(crate) use process::{Ended, PATIENCE, TestProcess, end_of, failed_start, run};
+pub(crate) use proxy::Proxy;
 pub(crate) use redis::{TestCluster, TestRedis, redis_is_missing};
 pub(crate) use requests::{
     ask, burst, codex, cost, dimension, exempt, hard, percent, pool, requests, said, soft, spent, tokens,
