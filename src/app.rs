@@ -1,22 +1,22 @@
 //! The composition root: builds the service, runs it, and takes it apart.
 
+mod drivers;
+
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
 use tokio::{net::TcpListener, sync::watch, task::JoinHandle, time::timeout};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
+use self::drivers::Drivers;
 use crate::{
     clock::Clock,
     config::Config,
-    core::{
-        import::Import,
-        settings::{Settings, StoreDriver},
-    },
-    service::{AdminError, Imported, Service, Start},
+    core::{import::Import, settings::Settings},
+    service::{AdminError, Counters, Imported, Service, Start},
     store::{
-        DirectoryStore, Ledger, StoreError,
-        sqlite::{OpenError, SqliteDirectory, SqliteLedger, SqliteStore},
+        DirectoryStore, OpenLedger, Place, StoreError,
+        sqlite::{OpenError, SqliteDirectory, SqliteStore},
     },
     telemetry::{Metrics, TelemetryError},
     transport::{
@@ -43,8 +43,7 @@ pub struct Running {
     stop: CancellationToken,
     cut_off: CancellationToken,
     service: Service,
-    ledger: Arc<SqliteLedger>,
-    store: SqliteStore,
+    store: Arc<SqliteStore>,
     metrics: Arc<Metrics>,
 }
 
@@ -75,12 +74,6 @@ pub enum StartError {
     /// What is stored cannot be read.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The driver redis was asked for.
-    #[error(
-        "the driver redis is not in this version, and with sqlite every replica would count for itself: set \
-         QUOTA_STORE_DRIVER=sqlite to run one replica alone"
-    )]
-    NoRedis,
     /// Metrics cannot be collected.
     #[error(transparent)]
     Telemetry(#[from] TelemetryError),
@@ -102,16 +95,16 @@ pub enum ImportError {
 
 /// Starts the service: the store first, then what decides on it, then the door.
 pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, StartError> {
-    for warning in &config.warnings {
-        tracing::warn!("{warning}");
-    }
     let (listener, address) = bind("QUOTA_LISTEN", config.listen).await?;
     let http = match config.http_listen {
         Some(address) => Some(bind("QUOTA_HTTP_LISTEN", address).await?),
         None => None,
     };
 
-    let Opened { store, ledger, service, metrics } = open(&config, clock).await?;
+    let Opened { store, service, metrics } = open(&config, Arc::clone(&clock), Counts::Chosen).await?;
+    for warning in config.warnings_with(service.directory().settings()) {
+        tracing::warn!("{warning}");
+    }
     let pools = service.directory().pool_count();
     let (stop, cut_off) = (CancellationToken::new(), CancellationToken::new());
     metrics.observe(&service);
@@ -123,9 +116,9 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
         let (serving, stop) = (health.serving(), stop.clone().cancelled_owned());
         tokio::spawn(http::server(service.clone(), Arc::clone(&metrics), serving, listener, stop))
     });
-    let sweeper = tokio::spawn(sweep(Arc::clone(&ledger), service.clone(), Arc::clone(&metrics)));
-    let disk_watcher = tokio::spawn(watch_disk(ledger.failing(), health.clone()));
-    tracing::info!(driver = "sqlite", data = %store.path().display(), pools, http = http_address.map_or_else(|| "off".to_owned(), |address| address.to_string()), "listening on {address}");
+    let sweeper = tokio::spawn(sweep(Arc::clone(&store), service.clone(), Arc::clone(&metrics), clock));
+    let disk_watcher = tokio::spawn(watch_disk(store.failing(), health.clone()));
+    tracing::info!(driver = service.driver().name(), data = %store.path().display(), pools, http = http_address.map_or_else(|| "off".to_owned(), |address| address.to_string()), "listening on {address}");
     let background = [sweeper, disk_watcher];
     Ok(Running {
         address,
@@ -137,7 +130,6 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
         stop,
         cut_off,
         service,
-        ledger,
         store,
         metrics,
     })
@@ -145,24 +137,40 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
 
 /// The service on its store, with no door yet.
 struct Opened {
-    store: SqliteStore,
-    ledger: Arc<SqliteLedger>,
+    store: Arc<SqliteStore>,
     service: Service,
     metrics: Arc<Metrics>,
 }
 
-async fn open(config: &Config, clock: Arc<dyn Clock>) -> Result<Opened, StartError> {
-    let store = SqliteStore::open(&config.data_dir).await?;
+/// Which counters a process needs.
+enum Counts {
+    /// Those of the driver that is stored or configured.
+    Chosen,
+    /// None: nobody calls.
+    Unused,
+}
+
+async fn open(config: &Config, clock: Arc<dyn Clock>, counts: Counts) -> Result<Opened, StartError> {
+    let store = Arc::new(SqliteStore::open(&config.data_dir).await?);
     let directories = Arc::new(SqliteDirectory::new(&store));
     let directory = directories.load().await?;
     let metrics = Arc::new(Metrics::new(&config.otlp)?);
-    let ledger = SqliteLedger::start(&store, &directory, Arc::clone(&clock), metrics.commits()).await?;
-    let ledger = Arc::new(ledger);
-    if let Some(warning) = check_driver(config, directory.settings().store_driver)? {
-        tracing::warn!("{warning}");
-    }
+    let replica_id = store.replica_id(|| Uuid::now_v7().to_string()).await?;
+    let drivers = Drivers {
+        store: Arc::clone(&store),
+        committed: Arc::new(metrics.commits()),
+        clock: Arc::clone(&clock),
+        replica_id: replica_id.clone(),
+        timeout: config.store_timeout(),
+    };
+    let place = match counts {
+        Counts::Chosen => config.store().choose(directory.settings()).place,
+        Counts::Unused => Place::Sqlite,
+    };
+    let ledger = drivers.open(&place, &directory).await?;
+    let counters = Counters { place, ledger, drivers: Arc::new(drivers) };
     let start = Start {
-        replica_id: store.replica_id(|| Uuid::now_v7().to_string()).await?,
+        replica_id,
         settings: Settings {
             saturation_threshold: config.saturation_threshold,
             soft_deprioritize_factor: config.soft_deprioritize_factor,
@@ -170,11 +178,10 @@ async fn open(config: &Config, clock: Arc<dyn Clock>) -> Result<Opened, StartErr
         },
         id_life_ms: u64::from(config.id_life_seconds) * 1_000,
         signal_ttl_ms: u64::from(config.signal_ttl_seconds) * 1_000,
-        redis_url_configured: config.redis_url_configured,
+        store: config.store(),
     };
-    let counters: Arc<dyn Ledger> = ledger.clone();
     let service = Service::new(directory, directories, counters, clock, start);
-    Ok(Opened { store, ledger, service, metrics })
+    Ok(Opened { store, service, metrics })
 }
 
 async fn bind(variable: &'static str, address: SocketAddr) -> Result<(TcpListener, SocketAddr), StartError> {
@@ -186,25 +193,11 @@ async fn bind(variable: &'static str, address: SocketAddr) -> Result<(TcpListene
 
 /// Takes `import` over into the data directory, which no other process may use meanwhile.
 pub async fn import(config: &Config, clock: Arc<dyn Clock>, import: Import) -> Result<Imported, ImportError> {
-    let Opened { store, ledger, service, .. } = open(config, clock).await?;
+    let Opened { store, service, .. } = open(config, clock, Counts::Unused).await?;
     let imported = service.import(import).await;
-    ledger.close().await;
+    service.close().await;
     store.close().await;
     Ok(imported?)
-}
-
-/// A stored driver wins over a configured one; redis without a URL is as good as none, which is told.
-pub(crate) fn check_driver(
-    config: &Config,
-    stored: Option<StoreDriver>,
-) -> Result<Option<&'static str>, StartError> {
-    match stored.unwrap_or(config.store_driver) {
-        StoreDriver::Sqlite => Ok(None),
-        StoreDriver::Redis if config.redis_url_configured => Err(StartError::NoRedis),
-        StoreDriver::Redis => {
-            Ok(Some("the driver redis needs QUOTA_STORE_REDIS_URL, which is not set: using sqlite"))
-        }
-    }
 }
 
 /// Health says whether everything can be done: decisions go on while the disk fails, records are refused.
@@ -229,14 +222,15 @@ async fn watch_server(
     result
 }
 
-async fn sweep(ledger: Arc<SqliteLedger>, service: Service, metrics: Arc<Metrics>) {
+async fn sweep(store: Arc<SqliteStore>, service: Service, metrics: Arc<Metrics>, clock: Arc<dyn Clock>) {
     let mut interval = tokio::time::interval(SWEEP_INTERVAL);
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         interval.tick().await;
         metrics.refresh(&service).await;
-        match ledger.sweep(service.settings().consumption_retention_days).await {
-            Ok(swept) => tracing::debug!(rows = swept.rows, "swept"),
+        service.compact();
+        match store.sweep(clock.now(), service.settings().consumption_retention_days).await {
+            Ok(rows) => tracing::debug!(rows, "swept"),
             Err(error) => tracing::warn!(error = &error as &dyn std::error::Error, "the sweep failed"),
         }
     }
@@ -285,7 +279,7 @@ impl Running {
         if let Some(pages) = self.pages {
             pages.abort();
         }
-        self.ledger.close().await;
+        self.service.close().await;
         self.store.close().await;
         self.metrics.stop().await;
         tracing::info!("stopped");

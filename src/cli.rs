@@ -22,6 +22,7 @@ use crate::{
         directory::ChangeRefused,
         ids::InvalidField,
         import::{Import, document, legacy, omniroute},
+        settings::StoredSettings,
     },
     service::Imported,
     store::{
@@ -162,9 +163,8 @@ async fn serve(args: &Args) -> Result<(), Failure> {
 
 fn check(args: &Args) -> Result<(), Failure> {
     let config = Config::check(args)?;
-    config.warnings.iter().for_each(|warning| tell(format_args!("warning: {warning}")));
-    let no_redis = app::check_driver(&config, None)?;
-    no_redis.iter().for_each(|warning| tell(format_args!("warning: {warning}")));
+    let warnings = config.warnings_with(&StoredSettings::default());
+    warnings.iter().for_each(|warning| tell(format_args!("warning: {warning}")));
     print(&config.in_force())
 }
 

@@ -1,13 +1,17 @@
 //! Everything that an operator can set, read once at start.
 
-use std::{fmt, net::SocketAddr, path::PathBuf, str::FromStr};
+use std::{fmt, net::SocketAddr, path::PathBuf, str::FromStr, time::Duration};
 
 use clap::Parser;
 
-use crate::core::{
-    ledger::ID_LIFE_MS_MAX,
-    pool::fraction_hint,
-    settings::{RETENTION_DAYS_MAX, StoreDriver},
+pub use crate::core::settings::Secret;
+use crate::{
+    core::{
+        ledger::ID_LIFE_MS_MAX,
+        pool::fraction_hint,
+        settings::{RETENTION_DAYS_MAX, StoreDriver, StoredSettings},
+    },
+    store::{Configured, redis::RedisUrl},
 };
 
 /// The variables as they were given, not yet checked. Each can be set as a flag or, by the same name, in the
@@ -26,12 +30,15 @@ pub struct Args {
     /// The folder of the service's data; made if it is missing [default: ./data]
     #[arg(long, env = "DATA_DIR", value_name = "FOLDER", hide_env_values = true)]
     pub data_dir: Option<String>,
-    /// Where counters live: sqlite; this version has no other driver [default: sqlite]
+    /// Where counters live: sqlite, or redis, which replicas share [default: sqlite]
     #[arg(long, env = "QUOTA_STORE_DRIVER", value_name = "DRIVER", hide_env_values = true)]
     pub quota_store_driver: Option<String>,
-    /// The Redis that replicas share, for the driver redis
+    /// The Redis that replicas share, for the driver redis; it may carry a password and is never shown
     #[arg(long, env = "QUOTA_STORE_REDIS_URL", value_name = "URL", hide_env_values = true)]
     pub quota_store_redis_url: Option<Secret>,
+    /// The longest that an Enforce waits for the shared counters, in milliseconds: 1 to 60000 [default: 50]
+    #[arg(long, env = "QUOTA_STORE_TIMEOUT_MS", value_name = "MS", hide_env_values = true)]
+    pub quota_store_timeout_ms: Option<String>,
     /// Fraction of its limit from which a pool is in strict mode, unless it has its own: 0 to 1 [default: 0.5]
     #[arg(long, env = "QUOTA_SATURATION_THRESHOLD", value_name = "FRACTION", hide_env_values = true)]
     pub quota_saturation_threshold: Option<String>,
@@ -90,22 +97,6 @@ pub struct Otlp {
     pub metrics: bool,
 }
 
-/// A text that is never shown.
-#[derive(Clone, Default, PartialEq, Eq)]
-pub struct Secret(String);
-
-impl From<String> for Secret {
-    fn from(text: String) -> Self {
-        Self(text)
-    }
-}
-
-impl fmt::Debug for Secret {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("***")
-    }
-}
-
 /// A configuration that can be run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
@@ -121,8 +112,12 @@ pub struct Config {
     pub data_dir: PathBuf,
     /// `QUOTA_STORE_DRIVER`, unless an administrator has stored another
     pub store_driver: StoreDriver,
-    /// `QUOTA_STORE_REDIS_URL` is set
-    pub redis_url_configured: bool,
+    /// `QUOTA_STORE_REDIS_URL`, unless an administrator has stored another
+    pub redis_url: Option<RedisUrl>,
+    /// `QUOTA_STORE_REDIS_URL` is set and cannot be read, which is as good as not set
+    pub redis_url_unreadable: bool,
+    /// `QUOTA_STORE_TIMEOUT_MS`, at least 1
+    pub store_timeout_ms: u32,
     /// `QUOTA_SATURATION_THRESHOLD`, 0 to 1
     pub saturation_threshold: f64,
     /// `QUOTA_SOFT_DEPRIORITIZE_FACTOR`, 0 to 1
@@ -174,6 +169,8 @@ impl Config {
                 Some(vars.read("QUOTA_HTTP_LISTEN", &args.quota_http_listen, "127.0.0.1:9090", SOCKET_OR_OFF))
             }
         };
+        let redis_url_given = args.quota_store_redis_url.as_ref().filter(|url| !url.reveal().is_empty());
+        let redis_url = redis_url_given.and_then(|url| RedisUrl::parse(url.reveal()).ok());
         let config = Config {
             listen,
             http_listen,
@@ -181,7 +178,14 @@ impl Config {
             insecure,
             data_dir: vars.read("DATA_DIR", &args.data_dir, "./data", "a folder"),
             store_driver: StoreDriver::Sqlite,
-            redis_url_configured: args.quota_store_redis_url.as_ref().is_some_and(|url| !url.0.is_empty()),
+            redis_url_unreadable: redis_url_given.is_some() && redis_url.is_none(),
+            redis_url,
+            store_timeout_ms: vars.whole(
+                "QUOTA_STORE_TIMEOUT_MS",
+                &args.quota_store_timeout_ms,
+                "50",
+                STORE_TIMEOUT_MS_MAX,
+            ),
             saturation_threshold: vars.fraction(
                 "QUOTA_SATURATION_THRESHOLD",
                 &args.quota_saturation_threshold,
@@ -237,6 +241,26 @@ impl Config {
 }
 
 impl Config {
+    /// Where counters live, unless something else is stored.
+    pub fn store(&self) -> Configured {
+        Configured {
+            driver: self.store_driver,
+            redis_url: self.redis_url.clone(),
+            redis_url_unreadable: self.redis_url_unreadable,
+        }
+    }
+
+    /// The longest that an enforcement waits for shared counters.
+    pub fn store_timeout(&self) -> Duration {
+        Duration::from_millis(self.store_timeout_ms.into())
+    }
+
+    /// What is not as it was asked for while `stored` is stored, and what is done instead.
+    pub fn warnings_with(&self, stored: &StoredSettings) -> Vec<String> {
+        let store = self.store();
+        self.warnings.iter().cloned().chain(store.warning(&store.choose(stored))).collect()
+    }
+
     /// Every variable with its value, one a line, secrets masked. A field that is added has to be shown here.
     pub fn in_force(&self) -> String {
         let Config {
@@ -245,8 +269,10 @@ impl Config {
             otlp: Otlp { traces, metrics },
             insecure,
             data_dir,
-            store_driver,
-            redis_url_configured,
+            store_driver: _,
+            redis_url,
+            redis_url_unreadable: _,
+            store_timeout_ms,
             saturation_threshold,
             soft_deprioritize_factor,
             consumption_retention_days,
@@ -254,13 +280,10 @@ impl Config {
             id_life_seconds,
             warnings: _,
         } = self;
-        let store_driver = match store_driver {
-            StoreDriver::Sqlite => "sqlite",
-            StoreDriver::Redis => "redis",
-        };
+        let store_driver = self.store().choose(&StoredSettings::default()).place.driver().name();
         let http_listen = http_listen.map_or_else(|| "off".to_owned(), |address| address.to_string());
         let exported = |exported: bool| if exported { "exported" } else { "not exported" };
-        let redis_url = if *redis_url_configured { "***" } else { "" };
+        let redis_url = if redis_url.is_some() { "***" } else { "" };
         let variables = [
             ("QUOTA_LISTEN", listen.to_string()),
             ("QUOTA_HTTP_LISTEN", http_listen),
@@ -268,6 +291,7 @@ impl Config {
             ("DATA_DIR", data_dir.display().to_string()),
             ("QUOTA_STORE_DRIVER", store_driver.to_owned()),
             ("QUOTA_STORE_REDIS_URL", redis_url.to_owned()),
+            ("QUOTA_STORE_TIMEOUT_MS", store_timeout_ms.to_string()),
             ("QUOTA_SATURATION_THRESHOLD", saturation_threshold.to_string()),
             ("QUOTA_SOFT_DEPRIORITIZE_FACTOR", soft_deprioritize_factor.to_string()),
             ("QUOTA_CONSUMPTION_RETENTION_DAYS", consumption_retention_days.to_string()),
@@ -282,6 +306,8 @@ impl Config {
 
 /// A figure that is a day old says nothing of now.
 const SIGNAL_TTL_SECONDS_MAX: u32 = 86_400;
+/// A router has given up long before.
+const STORE_TIMEOUT_MS_MAX: u32 = 60_000;
 const SOCKET: &str = "an address and a port, such as 127.0.0.1:50051";
 const SOCKET_OR_OFF: &str = "an address and a port, such as 127.0.0.1:9090, or off";
 
@@ -388,12 +414,14 @@ mod tests {
             ("QUOTA_SOFT_DEPRIORITIZE_FACTOR", "NaN"),
             ("QUOTA_CONSUMPTION_RETENTION_DAYS", "0"),
             ("QUOTA_ID_LIFE_SECONDS", "1.5"),
+            ("QUOTA_STORE_TIMEOUT_MS", "60001"),
             ("QUOTA_INSECURE", "yes"),
         ]);
         assert_eq!(
             errors.unwrap_err(),
             "QUOTA_LISTEN=\"localhost\" is not valid: set it to an address and a port, such as 127.0.0.1:50051\n\
              QUOTA_INSECURE=\"yes\" is not valid: set it to true or false\n\
+             QUOTA_STORE_TIMEOUT_MS=\"60001\" is not valid: set it to a whole number from 1 to 60000\n\
              QUOTA_SATURATION_THRESHOLD=\"50\" is not valid: set it to a fraction from 0 to 1 (did you mean 0.5?)\n\
              QUOTA_SOFT_DEPRIORITIZE_FACTOR=\"NaN\" is not valid: set it to a fraction from 0 to 1\n\
              QUOTA_CONSUMPTION_RETENTION_DAYS=\"0\" is not valid: set it to a whole number from 1 to 3660\n\
@@ -405,6 +433,30 @@ mod tests {
     fn an_unknown_driver_is_named_and_sqlite_is_used() {
         let config = check(&[("QUOTA_STORE_DRIVER", "mongo")]).unwrap();
         assert_eq!(config.warnings, ["QUOTA_STORE_DRIVER=\"mongo\" is not a known driver: using sqlite"]);
+    }
+
+    #[test]
+    fn a_redis_url_is_kept_as_one_or_told_of_and_shown_nowhere() {
+        // driver | URL | is kept | driver in force | warnings
+        let cases = [
+            ("redis", "redis://:hidden@host", true, "redis", 0),
+            ("redis", "mongo://:hidden@host", false, "sqlite", 1),
+            ("redis", "", false, "sqlite", 1),
+            ("sqlite", "redis://:hidden@host", true, "sqlite", 0),
+            ("sqlite", ":hidden@", false, "sqlite", 1),
+            ("", "", false, "sqlite", 0),
+        ];
+        for case @ (driver, url, kept, in_force, warnings) in cases {
+            let config = check(&[("QUOTA_STORE_DRIVER", driver), ("QUOTA_STORE_REDIS_URL", url)]).unwrap();
+            assert_eq!(config.redis_url.is_some(), kept, "{case:?}");
+            let told = config.warnings_with(&StoredSettings::default());
+            assert_eq!(told.len(), warnings, "{case:?}: {told:?}");
+            assert!(told.iter().all(|told| told.contains("QUOTA_STORE_REDIS_URL")), "{case:?}: {told:?}");
+            let shown = format!("{config:?}\n{}\n{told:?}", config.in_force());
+            assert!(!shown.contains("hidden"), "{case:?}: {shown}");
+            assert!(shown.contains(&format!("QUOTA_STORE_DRIVER={in_force}\n")), "{case:?}: {shown}");
+        }
+        assert_eq!(check(&[]).unwrap().store_timeout(), Duration::from_millis(50));
     }
 
     #[test]

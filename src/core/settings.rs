@@ -1,5 +1,7 @@
 //! Settings that administrators store: they win over what the process was started with.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -20,6 +22,39 @@ pub enum StoreDriver {
     Redis,
 }
 
+impl StoreDriver {
+    /// As it is set and shown.
+    pub fn name(self) -> &'static str {
+        match self {
+            StoreDriver::Sqlite => "sqlite",
+            StoreDriver::Redis => "redis",
+        }
+    }
+}
+
+/// A text that is never shown.
+#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Secret(String);
+
+impl Secret {
+    /// The text, for whoever it is meant for.
+    pub fn reveal(&self) -> &str {
+        &self.0
+    }
+}
+
+impl From<String> for Secret {
+    fn from(text: String) -> Self {
+        Self(text)
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("***")
+    }
+}
+
 /// What applies where a pool has nothing of its own.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Settings {
@@ -35,9 +70,12 @@ pub struct Settings {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct StoredSettings {
-    /// Which driver to start with.
+    /// Where this replica's counters live.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub store_driver: Option<StoreDriver>,
+    /// The Redis for the driver redis. Told to nobody: this replica alone reads it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub redis_url: Option<Secret>,
     /// As [`Settings::saturation_threshold`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saturation_threshold: Option<f64>,
@@ -52,8 +90,10 @@ pub struct StoredSettings {
 /// Settings to store and settings to forget, not yet checked.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SettingsUpdate {
-    /// Which driver to start with.
+    /// Where this replica's counters are to live.
     pub store_driver: Option<StoreDriver>,
+    /// The Redis for the driver redis; what is a URL of one is not for this module to say.
+    pub redis_url: Option<Secret>,
     /// As [`Settings::saturation_threshold`].
     pub saturation_threshold: Option<f64>,
     /// As [`Settings::soft_deprioritize_factor`].
@@ -65,18 +105,20 @@ pub struct SettingsUpdate {
 }
 
 impl From<&StoredSettings> for SettingsUpdate {
-    /// Stores what is stored elsewhere.
+    /// Stores what is stored elsewhere, but for the URL, which is told to nobody.
     fn from(stored: &StoredSettings) -> Self {
         let StoredSettings {
             store_driver,
+            redis_url: _,
             saturation_threshold,
             soft_deprioritize_factor,
             consumption_retention_days,
-        } = *stored;
+        } = stored;
         SettingsUpdate {
-            store_driver,
-            saturation_threshold,
-            soft_deprioritize_factor,
+            store_driver: *store_driver,
+            redis_url: None,
+            saturation_threshold: *saturation_threshold,
+            soft_deprioritize_factor: *soft_deprioritize_factor,
             consumption_retention_days: consumption_retention_days.map(i64::from),
             clear: Vec::new(),
         }
@@ -105,6 +147,7 @@ impl StoredSettings {
             next.clear(index, name, update, &mut faults);
         }
         next.store_driver = update.store_driver.or(next.store_driver);
+        next.redis_url = update.redis_url.clone().or(next.redis_url);
         let mut fraction = |name: &str, given: Option<f64>| {
             if let Some(given) = given.filter(|given| !(0.0..=1.0).contains(given)) {
                 faults.add(
@@ -137,8 +180,10 @@ impl StoredSettings {
                 self.store_driver = None;
                 update.store_driver.is_some()
             }
-            // A URL belongs to the driver redis, and none is stored yet.
-            "redis_url" => false,
+            "redis_url" => {
+                self.redis_url = None;
+                update.redis_url.is_some()
+            }
             "saturation_threshold" => {
                 self.saturation_threshold = None;
                 update.saturation_threshold.is_some()
@@ -167,6 +212,23 @@ impl StoredSettings {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_url_is_stored_and_cleared_and_never_shown() {
+        let url = Secret::from("redis://user:hidden@host".to_owned());
+        let update = SettingsUpdate { redis_url: Some(url), ..Default::default() };
+        let stored = StoredSettings::default().updated(&update).unwrap();
+        assert_eq!(stored.redis_url, update.redis_url);
+        assert!(!format!("{stored:?} {update:?}").contains("hidden"));
+        assert_eq!(SettingsUpdate::from(&stored), SettingsUpdate::default());
+
+        let clear = SettingsUpdate { clear: vec!["redis_url".to_owned()], ..Default::default() };
+        assert_eq!(stored.updated(&clear).unwrap(), StoredSettings::default());
+        let both = SettingsUpdate { clear: clear.clear, ..update };
+        let faults = stored.updated(&both).unwrap_err();
+        assert_eq!(faults[0].field, "clear[0]");
+        assert!(!faults[0].to_string().contains("hidden"));
+    }
 
     #[test]
     fn an_update_is_taken_whole_or_refused_with_every_mistake_named() {

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{Decided, Service};
+use super::{Decided, Degraded, Service};
 use crate::{
     core::{
         admission::{BlockReason, Mode, Used},
@@ -11,11 +11,14 @@ use crate::{
         plan::DimensionKey,
         units::Timestamp,
     },
-    store::Condition,
+    store::{Condition, LedgerError},
 };
 
 const DECISIONS: [&str; 3] = ["allow", "block", "would_block"];
-const REASONS: [&str; 8] = [
+const ALLOW: usize = 0;
+const BLOCK: usize = 1;
+const WOULD_BLOCK: usize = 2;
+const REASONS: [&str; 9] = [
     "OK",
     "NO_PLAN",
     "EXCEEDS_LIMIT",
@@ -24,6 +27,7 @@ const REASONS: [&str; 8] = [
     "GLOBAL_SATURATED",
     "CONNECTION_SATURATED",
     "FAIR_SHARE",
+    "STORE_UNAVAILABLE",
 ];
 const MODES: [&str; 3] = ["none", "generous", "strict"];
 
@@ -111,15 +115,15 @@ impl Counts {
     pub(super) fn decided(&self, decided: &Decided) {
         let block = decided.verdict.block();
         let decision = match block {
-            _ if decided.is_blocked() => 1,
-            Some(_) if decided.charge.shadow => 2,
-            _ => 0,
+            _ if decided.is_blocked() => BLOCK,
+            Some(_) if decided.charge.shadow => WOULD_BLOCK,
+            _ => ALLOW,
         };
         let reason = match block {
-            _ if decision == 0 && decided.entry.dimensions().is_empty() => 1,
+            _ if decision == ALLOW && decided.entry.dimensions().is_empty() => 1,
             None => 0,
             // An earlier decision for the same request stands.
-            Some(_) if decision == 0 => 0,
+            Some(_) if decision == ALLOW => 0,
             Some(BlockReason::ExceedsLimit) => 2,
             Some(BlockReason::CapAbsolute) => 3,
             Some(BlockReason::ModelCap) => 4,
@@ -134,6 +138,19 @@ impl Counts {
         });
         let mode = modes.max().unwrap_or(0);
         let (pool, at) = (decided.entry.history.created_revision, decided.reading.at);
+        self.matched_and(pool, at, |counts| {
+            counts.decisions[decision][reason][mode].fetch_add(1, Ordering::Relaxed);
+        });
+    }
+
+    /// A call has matched its pool at `at` and was answered without the shared counters.
+    pub(super) fn degraded(&self, degraded: &Degraded, at: Timestamp) {
+        let decision = match degraded.refusal {
+            _ if degraded.is_blocked() => BLOCK,
+            Some(_) => WOULD_BLOCK,
+            None => ALLOW,
+        };
+        let (pool, reason, mode) = (degraded.entry.history.created_revision, REASONS.len() - 1, 0);
         self.matched_and(pool, at, |counts| {
             counts.decisions[decision][reason][mode].fetch_add(1, Ordering::Relaxed);
         });
@@ -182,8 +199,11 @@ impl Service {
             let dimensions = entry.dimension_keys();
             // A pool that is deleted meanwhile has no usage to show.
             let (life, connections) = (entry.history.created_revision, &entry.pool.connections);
-            let Ok((at, totals)) = self.0.ledger.totals(life, &dimensions, connections).await else {
-                continue;
+            let (at, totals) = match self.ledger().totals(life, &dimensions, connections).await {
+                Ok(totals) => totals,
+                // Asking for each of the others would take as long.
+                Err(LedgerError::Unreachable(_)) => return all,
+                Err(_) => continue,
             };
             for (dimension, counters) in entry.dimensions().iter().zip(totals) {
                 let bounds = Bounds::of_pool(&entry.pool, dimension);
@@ -201,7 +221,7 @@ impl Service {
 
     /// How the store is.
     pub fn condition(&self) -> Condition {
-        self.0.ledger.condition()
+        self.ledger_now().condition()
     }
 
     pub(super) fn count_no_pool(&self, connection: &ConnectionId) {

@@ -12,6 +12,7 @@ use crate::{
         directory::PoolEntry,
         ids::{ApiKeyId, ConnectionId, Fingerprint, Model},
         ledger::HoldRequest,
+        pool::Enforcement,
         units::Cost,
     },
     store::LedgerError,
@@ -48,8 +49,20 @@ pub struct Decision {
     pub config_revision: u64,
     /// What the score of a deprioritised candidate is multiplied by.
     pub soft_factor: f64,
-    /// `None`: no pool lists both key and connection, so there is nothing to enforce.
-    pub decided: Option<Decided>,
+    /// What was found for the call.
+    pub found: Found,
+}
+
+/// Who answers.
+#[derive(Clone, Debug)]
+#[allow(clippy::large_enum_variant, reason = "one lives at a time, and the large one is the usual one")]
+pub enum Found {
+    /// No pool lists both key and connection, so there is nothing to enforce.
+    NoPool,
+    /// The pool, by its counters.
+    Decided(Decided),
+    /// The pool, without its counters.
+    Degraded(Degraded),
 }
 
 /// The answer of a pool.
@@ -81,6 +94,39 @@ impl Decided {
     }
 }
 
+/// The answer of a pool whose shared counters could not be reached in time: that of its failure mode.
+#[derive(Clone, Debug)]
+pub struct Degraded {
+    /// The pool.
+    pub entry: Arc<PoolEntry>,
+    /// One sentence, if the failure mode blocks, whether or not that binds.
+    pub refusal: Option<String>,
+    /// One sentence for the router's client about what is answered.
+    pub message: String,
+}
+
+impl Degraded {
+    /// No reading of counters tells what an exempt key may do, so it does not wait for one either.
+    fn new(entry: &Arc<PoolEntry>, charge: &Charge) -> Self {
+        let refusal = explain::refusal_by_failure_mode(&entry.pool, charge);
+        let message = match &refusal {
+            Some(refusal) if !charge.shadow => refusal.clone(),
+            _ => explain::allowed_unread(&entry.pool, charge),
+        };
+        Self { entry: Arc::clone(entry), refusal, message }
+    }
+
+    /// The failure mode blocks, and the pool means it.
+    pub fn is_blocked(&self) -> bool {
+        self.refusal.is_some() && !self.is_shadow()
+    }
+
+    /// The pool allows everything and shows what it would have decided.
+    pub fn is_shadow(&self) -> bool {
+        self.entry.pool.enforcement == Enforcement::Shadow
+    }
+}
+
 impl Service {
     /// Decides, and holds the estimate if that is asked for and the answer is to allow.
     pub async fn enforce(&self, call: EnforceCall) -> Result<Decision, LedgerError> {
@@ -98,9 +144,10 @@ impl Service {
     }
 
     fn count(&self, call: &EnforceCall, decision: &Decision) {
-        match &decision.decided {
-            Some(decided) => self.0.counts.decided(decided),
-            None => self.count_no_pool(&call.connection),
+        match &decision.found {
+            Found::Decided(decided) => self.0.counts.decided(decided),
+            Found::Degraded(degraded) => self.0.counts.degraded(degraded, self.0.clock.now()),
+            Found::NoPool => self.count_no_pool(&call.connection),
         }
     }
 
@@ -110,14 +157,14 @@ impl Service {
     }
 
     async fn decide(&self, call: &EnforceCall) -> Result<Decision, LedgerError> {
-        let directory = match call.reserve {
-            None => self.0.directory.load(),
+        let (directory, ledger) = match call.reserve {
+            None => (self.0.directory.load(), self.ledger_now()),
             // A hold waits for the disk, and a thread has few guards that cost nothing.
-            Some(_) => Guard::from_inner(self.0.directory.load_full()),
+            Some(_) => (Guard::from_inner(self.0.directory.load_full()), Guard::from_inner(self.ledger())),
         };
         let config_revision = directory.revision();
         let Some((entry, allocation)) = directory.find(&call.api_key, &call.connection) else {
-            return Ok(Decision { config_revision, soft_factor: 1.0, decided: None });
+            return Ok(Decision { config_revision, soft_factor: 1.0, found: Found::NoPool });
         };
         let settings = self.settings_at(&directory);
         let charge = Charge::new(
@@ -128,18 +175,24 @@ impl Service {
             &call.estimate,
             settings.saturation_threshold,
         );
-        let (reading, reserved) = match &call.reserve {
-            None => (self.0.ledger.check(&charge).await?, None),
+        let answer = match &call.reserve {
+            None => ledger.check(&charge).await.map(|reading| (reading, None)),
             Some(reserve) => {
-                let enforced = self.0.ledger.enforce(&charge, hold_request(call, reserve)).await?;
-                (enforced.reading, enforced.reserved)
+                let enforced = ledger.enforce(&charge, hold_request(call, reserve)).await;
+                enforced.map(|enforced| (enforced.reading, enforced.reserved))
             }
         };
-        let verdict = Verdict::of(&charge, &reading);
-        let message = explain::message(&entry.pool, &charge, &reading, &verdict);
-        let entry = Arc::clone(entry);
-        let decided = Some(Decided { entry, charge, reading, verdict, reserved, message });
-        Ok(Decision { config_revision, soft_factor: settings.soft_deprioritize_factor, decided })
+        let found = match answer {
+            Ok((reading, reserved)) => {
+                let verdict = Verdict::of(&charge, &reading);
+                let message = explain::message(&entry.pool, &charge, &reading, &verdict);
+                let entry = Arc::clone(entry);
+                Found::Decided(Decided { entry, charge, reading, verdict, reserved, message })
+            }
+            Err(LedgerError::Unreachable(_)) => Found::Degraded(Degraded::new(entry, &charge)),
+            Err(error) => return Err(error),
+        };
+        Ok(Decision { config_revision, soft_factor: settings.soft_deprioritize_factor, found })
     }
 }
 

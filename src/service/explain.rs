@@ -3,7 +3,7 @@
 use crate::core::{
     admission::{BlockReason, Level, Reading, Verdict},
     charge::{Charge, Check},
-    pool::Pool,
+    pool::{FailureMode, Pool},
     units::Unit,
 };
 
@@ -19,6 +19,38 @@ pub(super) fn message(pool: &Pool, charge: &Charge, reading: &Reading, verdict: 
     };
     let sentence = Sentence::new(pool, charge, reading, index);
     format!("{}: allowed under the policy SOFT, at a lower rank.", sentence.refusal(BlockReason::FairShare))
+}
+
+/// Why a request is blocked although its pool's counters could not be reached; `None` if it is allowed.
+pub(super) fn refusal_by_failure_mode(pool: &Pool, charge: &Charge) -> Option<String> {
+    let unread = unread(pool);
+    match pool.failure_mode {
+        // Whatever the counters hold.
+        _ if charge.terms.exempt => None,
+        FailureMode::FailOpen => None,
+        FailureMode::FailClosed => {
+            Some(format!("{unread}, and its failure mode FAIL_CLOSED blocks until they can."))
+        }
+        FailureMode::FailLocal => Some(format!(
+            "{unread}, and its failure mode FAIL_LOCAL has no slice of them to decide by, so it blocks until they can."
+        )),
+    }
+}
+
+/// Why a request is allowed although its pool's counters could not be reached.
+pub(super) fn allowed_unread(pool: &Pool, charge: &Charge) -> String {
+    let unread = unread(pool);
+    if charge.shadow {
+        format!("{unread}: allowed, since the pool is in SHADOW.")
+    } else if charge.terms.exempt {
+        format!("{unread}: allowed, since key {} is exempt.", charge.api_key)
+    } else {
+        format!("{unread}: allowed by its failure mode FAIL_OPEN.")
+    }
+}
+
+fn unread(pool: &Pool) -> String {
+    format!("the shared counters of pool {:?} could not be reached", pool.name)
 }
 
 struct Sentence<'a> {

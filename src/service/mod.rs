@@ -8,22 +8,25 @@ mod pool_admin;
 mod record;
 mod settings;
 mod signals;
+mod switch;
 mod usage;
 
 use std::sync::Arc;
 
 use arc_swap::{ArcSwap, Guard};
+use parking_lot::Mutex;
 
 pub use counts::{DecisionCount, UsedFraction};
-pub use enforce::{Decided, Decision, EnforceCall, Reserve};
+pub use enforce::{Decided, Decision, Degraded, EnforceCall, Found, Reserve};
 pub use import::Imported;
 pub use pool_admin::{AdminError, PoolView};
 pub use record::{RecordCall, RecordOutcome};
 pub use settings::{SettingsView, Status};
 pub use signals::{ResponseHeaders, SignalsCall, SignalsOutcome, Utilization};
+pub use switch::Counters;
 pub use usage::{KeyRow, ReservationsPage, UsageCall, UsageView};
 
-use self::counts::Counts;
+use self::{counts::Counts, switch::InUse};
 use crate::{
     clock::Clock,
     core::{
@@ -31,7 +34,7 @@ use crate::{
         settings::Settings,
         units::Timestamp,
     },
-    store::{DirectoryStore, Ledger, LedgerError},
+    store::{Configured, DirectoryStore, LedgerError, OpenLedger},
 };
 
 /// What a service is started with.
@@ -45,8 +48,8 @@ pub struct Start {
     pub id_life_ms: u64,
     /// How long a provider's figure without an end is believed, in ms.
     pub signal_ttl_ms: u64,
-    /// A Redis URL is configured.
-    pub redis_url_configured: bool,
+    /// Where counters live, unless something else is stored.
+    pub store: Configured,
 }
 
 /// The use cases. A clone is the same service.
@@ -57,7 +60,9 @@ pub struct Service(Arc<Inner>);
 struct Inner {
     /// The snapshot that calls are decided by, swapped whole.
     directory: ArcSwap<Directory>,
-    ledger: Arc<dyn Ledger>,
+    /// Swapped whole as well, when the driver is changed.
+    in_use: ArcSwap<InUse>,
+    drivers: Arc<dyn OpenLedger>,
     store: Arc<dyn DirectoryStore>,
     clock: Arc<dyn Clock>,
     start: Start,
@@ -67,6 +72,8 @@ struct Inner {
     runtime: tokio::runtime::Handle,
     /// Held by the one change of the directory that is under way.
     turn: tokio::sync::Mutex<()>,
+    /// Why the driver in use is not the one that is asked for.
+    fallback: Mutex<Option<String>>,
 }
 
 impl Service {
@@ -74,15 +81,30 @@ impl Service {
     pub fn new(
         directory: Directory,
         store: Arc<dyn DirectoryStore>,
-        ledger: Arc<dyn Ledger>,
+        counters: Counters,
         clock: Arc<dyn Clock>,
         start: Start,
     ) -> Self {
+        let Counters { place, ledger, drivers } = counters;
+        let in_use = ArcSwap::from_pointee(InUse::new(place, ledger));
+        let fallback = Mutex::new(start.store.choose(directory.settings()).fallback);
         let directory = ArcSwap::from_pointee(directory);
         let started_at = clock.now();
         let (counts, turn) = (Counts::default(), tokio::sync::Mutex::new(()));
         let runtime = tokio::runtime::Handle::current();
-        Self(Arc::new(Inner { directory, ledger, store, clock, start, started_at, counts, runtime, turn }))
+        Self(Arc::new(Inner {
+            directory,
+            in_use,
+            drivers,
+            store,
+            clock,
+            start,
+            started_at,
+            counts,
+            runtime,
+            turn,
+            fallback,
+        }))
     }
 
     /// Waits until the change of the directory that is under way is done.

@@ -148,7 +148,7 @@ impl Service {
             let fault = InvalidField::new("window", dimension.to_string(), accepted);
             return Err(ChangeRefused::Invalid(vec![fault]).into());
         }
-        Ok(self.0.ledger.reset(entry.history.created_revision, api_key, dimension).await?)
+        Ok(self.ledger().reset(entry.history.created_revision, api_key, dimension).await?)
     }
 
     async fn put_pool(&self, change: Change) -> Result<Arc<PoolEntry>, AdminError> {
@@ -179,9 +179,28 @@ impl Service {
     async fn change_in_turn(&self, change: Change) -> Result<Vec<Write>, AdminError> {
         let _turn = self.0.turn.lock().await;
         let directory = self.0.directory.load_full();
+        // What is asked of the driver, if this change is one of settings.
+        let asked = match &change {
+            Change::UpdateSettings(update) => Some(update.store_driver),
+            _ => None,
+        };
         let Some(applied) = directory.apply(change, self.0.clock.now())? else { return Ok(Vec::new()) };
-        self.0.store.commit(directory.revision(), applied.next.revision(), &applied.writes).await?;
+        let prepared = match asked {
+            Some(driver) => Some(self.prepare(&applied.next, driver).await?),
+            None => None,
+        };
+        let stored =
+            self.0.store.commit(directory.revision(), applied.next.revision(), &applied.writes).await;
+        if let Err(error) = stored {
+            if let Some(prepared) = prepared {
+                prepared.withdraw().await;
+            }
+            return Err(error.into());
+        }
         self.0.directory.store(Arc::new(applied.next));
+        if let Some(prepared) = prepared {
+            self.take_over(prepared).await;
+        }
         for write in &applied.writes {
             if let Write::DeletePool(_, life) = write {
                 self.forget(*life).await;
@@ -192,12 +211,9 @@ impl Service {
 
     async fn forget(&self, life: PoolRevision) {
         self.0.counts.forget(life);
-        if let Err(error) = self.0.ledger.remove(life).await {
-            // The pool is gone and nothing reads its counters any more; their rows go with the retention.
-            tracing::warn!(
-                error = &error as &dyn std::error::Error,
-                "counters of a deleted pool were left on disk"
-            );
+        if let Err(error) = self.ledger().remove(life).await {
+            // The pool is gone and nothing reads its counters any more; they go with the retention.
+            tracing::warn!(error = &error as &dyn std::error::Error, "counters of a deleted pool were left");
         }
     }
 }

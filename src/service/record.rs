@@ -1,6 +1,6 @@
 //! What a request cost, and what becomes of its reservation.
 
-use super::{LOOKS_MAX, ResponseHeaders, Service, is_gone};
+use super::{LOOKS_MAX, ResponseHeaders, Service, is_gone, switch::InUse};
 use crate::{
     core::{
         charge::counts,
@@ -63,7 +63,7 @@ impl Service {
         api_key: Option<&ApiKeyId>,
     ) -> Result<bool, LedgerError> {
         match ReservationId::parse(reservation_id) {
-            Some(id) => self.0.ledger.release(id, api_key).await,
+            Some(id) => self.ledger().release(id, api_key).await,
             None => Ok(false),
         }
     }
@@ -73,6 +73,7 @@ impl Service {
         directory: &Directory,
         call: &RecordCall,
     ) -> Result<RecordOutcome, LedgerError> {
+        let ledger = self.ledger();
         let consumption = self.consumption(call);
         // The pool whose ledger holds the reservation, if that is not simply the pool to count in.
         let settles = consumption.reservation;
@@ -85,11 +86,11 @@ impl Service {
             (Some(target), Some(holder), Some(settles))
                 if holder.history.created_revision != target.history.created_revision =>
             {
-                self.record_across(target, holder, call, consumption, settles).await
+                self.record_across(&ledger, [target, holder], call, consumption, settles).await
             }
-            (Some(target), _, _) => self.count_in(target, call, consumption).await,
+            (Some(target), _, _) => self.count_in(&ledger, target, call, consumption).await,
             // The key or the connection has left since; the id says where the request was let in.
-            (None, Some(holder), _) => self.count_in(holder, call, consumption).await,
+            (None, Some(holder), _) => self.count_in(&ledger, holder, call, consumption).await,
             (None, None, _) => Ok(RecordOutcome::default()),
         }
     }
@@ -98,26 +99,26 @@ impl Service {
     /// hold is given back where it is. Should this replica die between the two, the deadline repairs it.
     async fn record_across(
         &self,
-        target: &PoolEntry,
-        holder: &PoolEntry,
+        ledger: &InUse,
+        [target, holder]: [&PoolEntry; 2],
         call: &RecordCall,
         consumption: Consumption,
         settles: Settlement,
     ) -> Result<RecordOutcome, LedgerError> {
         let life = holder.history.created_revision;
-        let state = match self.0.ledger.reservation(life, &consumption, settles).await {
+        let state = match ledger.reservation(life, &consumption, settles).await {
             Err(LedgerError::PoolRemoved) => ReservationState::Unknown,
             state => state?,
         };
         match state {
-            ReservationState::Settled => self.count_in(holder, call, consumption).await,
-            ReservationState::Unknown => self.count_in(target, call, consumption).await,
+            ReservationState::Settled => self.count_in(ledger, holder, call, consumption).await,
+            ReservationState::Unknown => self.count_in(ledger, target, call, consumption).await,
             ReservationState::Open => {
                 let reservation = Some(Settlement { held_elsewhere: true, ..settles });
                 let there = Consumption { reservation, ..consumption.clone() };
-                let outcome = self.count_in(target, call, there).await?;
+                let outcome = self.count_in(ledger, target, call, there).await?;
                 let nothing = Consumption { idempotency: None, ..consumption };
-                match self.0.ledger.record(life, &nothing).await {
+                match ledger.record(life, &nothing).await {
                     Err(LedgerError::PoolRemoved) => Ok(outcome),
                     given_back => given_back.map(|_| outcome),
                 }
@@ -127,6 +128,7 @@ impl Service {
 
     async fn count_in(
         &self,
+        ledger: &InUse,
         entry: &PoolEntry,
         call: &RecordCall,
         consumption: Consumption,
@@ -136,13 +138,13 @@ impl Service {
         let connection =
             Some(&call.connection).filter(|connection| entry.pool.connections.contains(connection));
         let (observations, unreadable) = match connection {
-            Some(_) => self.observations(entry, &call.headers),
+            Some(_) => self.observations(ledger, entry, &call.headers),
             None => (Vec::new(), 0),
         };
         let figures = observations.len();
         let connection = connection.cloned();
         let consumption = Consumption { counts, connection, observations, ..consumption };
-        let recorded = self.0.ledger.record(entry.history.created_revision, &consumption).await?;
+        let recorded = ledger.record(entry.history.created_revision, &consumption).await?;
         if figures + unreadable > 0 {
             self.0.counts.signals(figures - recorded.unread, unreadable + recorded.unread);
         }

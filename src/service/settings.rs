@@ -1,9 +1,13 @@
 //! Settings that are stored, and how this replica is.
 
 use super::{AdminError, Service};
-use crate::core::{
-    directory::{Change, PoolEntry},
-    settings::{Settings, SettingsUpdate, StoreDriver, StoredSettings},
+use crate::{
+    core::{
+        directory::{Change, ChangeRefused, PoolEntry},
+        ids::InvalidField,
+        settings::{Secret, Settings, SettingsUpdate, StoreDriver, StoredSettings},
+    },
+    store::redis::RedisUrl,
 };
 
 /// Most pools that one report names.
@@ -18,7 +22,7 @@ pub struct SettingsView {
     pub effective: Settings,
     /// Where counters live now.
     pub store_driver: StoreDriver,
-    /// A Redis URL is configured.
+    /// There is a Redis URL, stored or configured.
     pub redis_url_configured: bool,
 }
 
@@ -33,6 +37,10 @@ pub struct Status {
     pub config_revision: u64,
     /// Since it started.
     pub uptime_ms: u64,
+    /// Where counters live now.
+    pub store_driver: StoreDriver,
+    /// Shared counters are out of reach: decisions follow the failure mode of each pool.
+    pub degraded: bool,
     /// Things that an operator should look at.
     pub warnings: Vec<String>,
 }
@@ -44,24 +52,40 @@ impl Service {
         SettingsView {
             stored: directory.settings().clone(),
             effective: self.settings_at(&directory),
-            store_driver: StoreDriver::Sqlite,
-            redis_url_configured: self.0.start.redis_url_configured,
+            store_driver: self.driver(),
+            redis_url_configured: directory.settings().redis_url.is_some()
+                || self.0.start.store.redis_url.is_some(),
         }
     }
 
-    /// Stores and forgets settings; they are in force at once.
-    pub async fn update_settings(&self, update: SettingsUpdate) -> Result<SettingsView, AdminError> {
+    /// Stores and forgets settings; they are in force at once. Also returns what is not as it was asked for.
+    pub async fn update_settings(
+        &self,
+        update: SettingsUpdate,
+    ) -> Result<(SettingsView, Vec<String>), AdminError> {
+        if let Some(fault) = update.redis_url.as_ref().and_then(unreadable) {
+            let others = self.directory().settings().updated(&update).err();
+            let faults = [fault].into_iter().chain(others.unwrap_or_default());
+            return Err(ChangeRefused::Invalid(faults.collect()).into());
+        }
         self.change(Change::UpdateSettings(update)).await?;
-        Ok(self.settings_view())
+        Ok((self.settings_view(), self.fallback().into_iter().collect()))
     }
 
     /// How this replica is.
     pub fn status(&self) -> Status {
         let directory = self.directory();
         let condition = self.condition();
-        let mut warnings = Vec::new();
+        let mut warnings: Vec<String> = self.fallback().into_iter().collect();
+        let store_driver = self.driver();
+        let degraded = store_driver == StoreDriver::Redis && condition.failing.is_some();
         if let Some(error) = condition.failing {
-            warnings.push(format!("records and changes are refused, decisions go on: {error}"));
+            warnings.push(match store_driver {
+                StoreDriver::Sqlite => format!("records and changes are refused, decisions go on: {error}"),
+                StoreDriver::Redis => {
+                    format!("records are refused, decisions follow the failure mode of each pool: {error}")
+                }
+            });
         }
         if condition.clock_steps > 0 {
             let steps = condition.clock_steps;
@@ -89,7 +113,17 @@ impl Service {
             replica_id: self.0.start.replica_id.clone(),
             config_revision: directory.revision(),
             uptime_ms: self.0.clock.now().ms_since(self.0.started_at),
+            store_driver,
+            degraded,
             warnings,
         }
     }
+}
+
+/// What is wrong with a URL that is to be stored; nothing of it is told.
+fn unreadable(url: &Secret) -> Option<InvalidField> {
+    RedisUrl::parse(url.reveal()).err().map(|_| {
+        let accepted = RedisUrl::ACCEPTED.to_owned();
+        InvalidField { field: "settings.redis_url".to_owned(), given: "what was given".to_owned(), accepted }
+    })
 }

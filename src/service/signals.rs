@@ -1,6 +1,6 @@
 //! What providers say of their accounts, reported on purpose or read from responses.
 
-use super::{AdminError, LOOKS_MAX, Service};
+use super::{AdminError, LOOKS_MAX, Service, switch::InUse};
 use crate::{
     core::{
         account::Observation,
@@ -81,7 +81,8 @@ impl Service {
     }
 
     async fn report_once(&self, call: &SignalsCall) -> Result<SignalsOutcome, AdminError> {
-        let now = self.0.ledger.now();
+        let ledger = self.ledger();
+        let now = ledger.now();
         let mut outcome = SignalsOutcome::default();
         let mut seen = reported(&call.utilizations, now)?;
         let read = call.headers.read(now);
@@ -99,7 +100,7 @@ impl Service {
             let observations: Vec<_> =
                 meant.iter().map(|seen| self.observation(entry, seen, Source::REPORT)).collect();
             let pool = entry.history.created_revision;
-            let taken = self.0.ledger.report(pool, &call.connection, &observations).await?;
+            let taken = ledger.report(pool, &call.connection, &observations).await?;
             for (Seen { said, .. }, taken) in meant.into_iter().zip(taken) {
                 match taken {
                     Ok(()) => outcome.accepted.push(said),
@@ -114,13 +115,14 @@ impl Service {
     /// What the headers that came with a record say of the dimensions of `entry`'s plan, and how many could not be read.
     pub(super) fn observations(
         &self,
+        ledger: &InUse,
         entry: &PoolEntry,
         headers: &ResponseHeaders,
     ) -> (Vec<Observation>, usize) {
         if headers.headers.is_empty() {
             return (Vec::new(), 0);
         }
-        let now = self.0.ledger.now();
+        let now = ledger.now();
         let source = Source { believed: false, age_known: headers.age_ms.is_some() };
         let HeaderReading { signals, ignored } = headers.read(now);
         let seen = signals.into_iter().map(|signal| headers.seen(&signal, now));

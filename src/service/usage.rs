@@ -69,7 +69,7 @@ impl Service {
         let entry = Arc::clone(directory.pool(&call.pool)?);
         let life = entry.history.created_revision;
         let (dimensions, connections) = (entry.dimension_keys(), &entry.pool.connections);
-        let reading = self.0.ledger.usage(life, &dimensions, connections, call.with_samples).await?;
+        let reading = self.ledger().usage(life, &dimensions, connections, call.with_samples).await?;
         let (keys, more) = page_of_keys(&entry, &reading, call);
         let settings = self.settings_at(&directory);
         let threshold = entry.pool.saturation_threshold.unwrap_or(settings.saturation_threshold);
@@ -85,7 +85,7 @@ impl Service {
         count: usize,
     ) -> Result<ReservationsPage, AdminError> {
         let life = self.directory().pool(pool)?.history.created_revision;
-        let mut reservations = self.0.ledger.reservations(life, after, api_key, count + 1).await?;
+        let mut reservations = self.ledger().reservations(life, after, api_key, count + 1).await?;
         let more = reservations.len() > count;
         reservations.truncate(count);
         Ok(ReservationsPage { reservations, more })

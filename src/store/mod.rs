@@ -1,11 +1,13 @@
 //! Where counters and the configuration live: the promises that every driver keeps.
 
+mod choice;
 pub mod redis;
 pub mod sqlite;
 
 use std::{error::Error, fmt, sync::Arc};
 
 use async_trait::async_trait;
+pub use choice::{Choice, Configured, Place};
 
 use crate::core::{
     account::{Observation, Unread},
@@ -106,6 +108,9 @@ pub trait Ledger: fmt::Debug + Send + Sync + 'static {
     /// Removes all that is kept of a life of a pool.
     async fn remove(&self, pool: PoolRevision) -> Result<(), LedgerError>;
 
+    /// Drops from memory what has ended, where the driver does not do so by itself.
+    fn compact(&self) {}
+
     /// How the store is.
     fn condition(&self) -> Condition;
 
@@ -133,6 +138,14 @@ pub struct Condition {
     pub vanished_pools: u64,
     /// By which policy the store may drop counters when it is full; `None`: it never does.
     pub eviction_policy: Option<String>,
+}
+
+/// Opens ledgers: which drivers there are is known to whoever implements this.
+#[async_trait]
+pub trait OpenLedger: fmt::Debug + Send + Sync + 'static {
+    /// The ledger of `place`, with what it has kept of the pools in `directory`. A former ledger of the same place has
+    /// been closed.
+    async fn open(&self, place: &Place, directory: &Directory) -> Result<Arc<dyn Ledger>, StoreError>;
 }
 
 /// Where pools and plans are kept.

@@ -42,6 +42,7 @@ async fn check_prints_what_is_in_force_and_no_secret() {
                 DATA_DIR=/nowhere\n\
                 QUOTA_STORE_DRIVER=sqlite\n\
                 QUOTA_STORE_REDIS_URL=***\n\
+                QUOTA_STORE_TIMEOUT_MS=50\n\
                 QUOTA_SATURATION_THRESHOLD=0.75\n\
                 QUOTA_SOFT_DEPRIORITIZE_FACTOR=0.7\n\
                 QUOTA_CONSUMPTION_RETENTION_DAYS=14\n\
@@ -74,12 +75,22 @@ async fn check_names_every_mistake_as_a_start_would() {
         "{}",
         ended.stderr
     );
-    // What a start would refuse.
-    let redis = [("QUOTA_STORE_DRIVER", "redis"), ("QUOTA_STORE_REDIS_URL", "redis://user:hidden@host")];
-    let ended = run(&["check"], &redis).await;
-    assert_eq!(ended.code, Some(2));
-    assert!(ended.stderr.contains("QUOTA_STORE_DRIVER=sqlite"), "{}", ended.stderr);
-    assert!(!ended.stderr.contains("hidden"), "{}", ended.stderr);
+    // URL | driver and URL that are printed | what is warned of
+    for (url, printed, warning) in [
+        ("redis://user:hidden@host", "QUOTA_STORE_DRIVER=redis\nQUOTA_STORE_REDIS_URL=***\n", ""),
+        (
+            "mongo://user:hidden@host",
+            "QUOTA_STORE_DRIVER=sqlite\nQUOTA_STORE_REDIS_URL=\n",
+            "QUOTA_STORE_REDIS_URL cannot: using sqlite",
+        ),
+    ] {
+        let redis = [("QUOTA_STORE_DRIVER", "redis"), ("QUOTA_STORE_REDIS_URL", url)];
+        let ended = run(&["check"], &redis).await;
+        assert!(ended.code == Some(0) && ended.stdout.contains(printed), "{ended:?}");
+        assert_eq!(ended.stderr.lines().count(), usize::from(!warning.is_empty()), "{ended:?}");
+        assert!(ended.stderr.contains(warning), "{ended:?}");
+        assert!(!format!("{ended:?}").contains("hidden"), "{ended:?}");
+    }
 }
 
 #[tokio::test]

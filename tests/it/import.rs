@@ -14,7 +14,8 @@ use tempfile::TempDir;
 use tonic::Code;
 
 use crate::harness::{
-    Client, Ended, TestProcess, TestServer, dimension, exempt, hard, pb, pool, refusal, run, tokens, told,
+    Client, Ended, TestProcess, TestServer, UNREACHABLE, dimension, exempt, hard, pb, pool, refusal, run,
+    tokens, told,
 };
 
 /// What a key in a provider's row would look like: it must turn up nowhere.
@@ -491,10 +492,10 @@ async fn process_with_everything() -> TestProcess {
         saturation_threshold: Some(0.6),
         consumption_retention_days: Some(20),
         store_driver: pb::settings::StoreDriver::Sqlite.into(),
+        redis_url: UNREACHABLE.to_owned(),
         ..Default::default()
     };
-    let request = pb::UpdateSettingsRequest { settings: Some(settings), clear: Vec::new() };
-    told(process.settings().update_settings(request).await);
+    process.update_settings(settings, &[]).await;
     process
 }
 
@@ -504,6 +505,7 @@ async fn an_export_of_a_running_service_imports_to_the_same_store() {
     let data = process.data_dir().display().to_string();
     let exported = run(&["export"], &[("DATA_DIR", &data)]).await;
     assert_eq!((exported.code, exported.stderr.as_str()), (Some(0), ""));
+    assert!(!exported.stdout.contains("hidden") && !exported.stdout.contains("redis"), "{}", exported.stdout);
 
     let folder = TempDir::new().expect("a temporary folder");
     let file = folder.path().join("export.json");
@@ -520,14 +522,32 @@ async fn an_export_of_a_running_service_imports_to_the_same_store() {
     let pools = process.list_pools().await;
     let stored = told(process.settings().get_settings(pb::GetSettingsRequest {}).await).stored;
     let mut expected = stored.expect("settings are stored");
-    expected.store_driver = 0;
+    (expected.store_driver, expected.redis_url_configured) = (0, false);
     process.kill();
     let copy = TestProcess::start_on(&folder.path().join("data")).await;
     let plain = |pool: pb::Pool| pb::Pool { revision: 0, created_at: None, updated_at: None, ..pool };
     let of_copy: Vec<pb::Pool> = copy.list_pools().await.into_iter().map(plain).collect();
     assert_eq!(of_copy, pools.into_iter().map(plain).collect::<Vec<_>>());
     let stored = told(copy.settings().get_settings(pb::GetSettingsRequest {}).await).stored;
-    assert_eq!(stored, Some(expected), "all but the driver");
+    assert_eq!(stored, Some(expected), "all but the driver and its URL");
+}
+
+#[tokio::test]
+async fn a_driver_and_its_url_are_not_taken_over() {
+    let folder = TempDir::new().expect("a temporary folder");
+    let file = folder.path().join("document.json");
+    let settings = json!({"store_driver": "redis", "redis_url": "redis://user:hidden@host", "saturation_threshold": 0.6});
+    fs::write(&file, json!({"version": 1, "settings": settings}).to_string()).expect("a file");
+    let ended = import_file(folder.path(), &file).await;
+    assert!(ended.stdout.starts_with("imported 0 pools, 0 plans and the settings"), "{ended:?}");
+    for name in ["store_driver", "redis_url"] {
+        assert!(ended.stderr.contains(&format!("settings.{name} is not taken over")), "{}", ended.stderr);
+    }
+    assert!(!ended.stderr.contains("hidden"), "{}", ended.stderr);
+    let copy = TestProcess::start_on(&folder.path().join("data")).await;
+    let stored = told(copy.settings().get_settings(pb::GetSettingsRequest {}).await).stored;
+    let expected = pb::Settings { saturation_threshold: Some(0.6), ..Default::default() };
+    assert_eq!(stored, Some(expected));
 }
 
 /// As grpcurl reads it: by the JSON mapping of the contract's messages.

@@ -6,7 +6,7 @@ use sqlx::{ConnectOptions, Connection, SqliteConnection, sqlite::SqliteConnectOp
 use tonic::Code;
 use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus};
 
-use crate::harness::{TestServer, Verdict, ask, hard, pb, pool, refusal, requests, spent, told};
+use crate::harness::{TestServer, UNREACHABLE, Verdict, ask, hard, pb, pool, refusal, requests, spent, told};
 
 /// Every commit of counters and of the configuration updates this table.
 const BREAK: &str =
@@ -32,10 +32,6 @@ async fn until_health_is(server: &TestServer, want: ServingStatus) {
     }
 }
 
-async fn status(server: &TestServer) -> pb::GetStatusResponse {
-    told(server.settings().get_status(pb::GetStatusRequest {}).await)
-}
-
 #[tokio::test]
 async fn a_record_is_never_acknowledged_by_a_disk_that_did_not_take_it() {
     let server = TestServer::start().await;
@@ -59,13 +55,13 @@ async fn a_record_is_never_acknowledged_by_a_disk_that_did_not_take_it() {
     assert_eq!(server.page("/readyz").await.0, 503);
     assert_eq!(server.page("/livez").await.0, 200);
     assert!(server.page("/metrics").await.1.contains("quota_share_store_failing 1"));
-    let warnings = status(&server).await.warnings;
+    let warnings = server.status().await.warnings;
     assert!(warnings.iter().any(|warning| warning.contains("the disk is sick")), "{warnings:?}");
 
     sql(&server, MEND).await;
     until_health_is(&server, ServingStatus::Serving).await;
     assert_eq!(server.page("/readyz").await.0, 200);
-    assert!(status(&server).await.warnings.is_empty());
+    assert!(server.status().await.warnings.is_empty());
     let counted = told(server.quota().record_consumption(record()).await);
     assert!(!counted.duplicate, "the refused call has left no id");
     assert!(told(server.quota().record_consumption(record()).await).duplicate);
@@ -89,4 +85,36 @@ async fn what_a_sick_disk_refused_is_not_there_after_a_restart() {
     let settled = told(server.quota().record_consumption(settle).await);
     assert!(!settled.duplicate && !settled.reservation_expired);
     assert_eq!(server.used("p", "requests/hourly").await, (2.0, 0.0));
+}
+
+#[tokio::test]
+async fn a_sick_disk_refuses_another_driver_and_is_watched_when_sqlite_is_chosen_again() {
+    use pb::settings::StoreDriver::{Redis, Sqlite};
+    let server = TestServer::start().await;
+    server.create(pool("p", ["c1"], [hard("A", 100.0)]).with_provider("kimi")).await;
+    server.record("A", "c1", requests(10)).await;
+    for (driver, other) in [(Sqlite, Redis), (Redis, Sqlite)] {
+        server.switch_to(driver).await;
+        sql(&server, BREAK).await;
+        let settings = pb::Settings {
+            store_driver: other.into(),
+            redis_url: UNREACHABLE.to_owned(),
+            ..Default::default()
+        };
+        let request = pb::UpdateSettingsRequest { settings: Some(settings), clear: Vec::new() };
+        let refused = refusal(server.settings().update_settings(request).await);
+        assert_eq!(refused.code, Code::Unavailable, "{refused:?}");
+        assert!(!format!("{refused:?}").contains("hidden"), "{refused:?}");
+        assert_eq!(server.status().await.active_store(), driver);
+        sql(&server, MEND).await;
+    }
+    server.switch_to(Sqlite).await;
+    assert_eq!(server.used("p", "requests/hourly").await, (10.0, 0.0));
+    sql(&server, BREAK).await;
+    refusal(server.quota().record_consumption(spent("A", "c1", requests(5))).await);
+    until_health_is(&server, ServingStatus::NotServing).await;
+    sql(&server, MEND).await;
+    until_health_is(&server, ServingStatus::Serving).await;
+    server.record("A", "c1", requests(5)).await;
+    assert_eq!(server.used("p", "requests/hourly").await, (15.0, 0.0));
 }

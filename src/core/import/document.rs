@@ -53,12 +53,13 @@ const FIELDS: [&str; 24] = [
     "revision",
 ];
 
-/// All of `directory`: pools by id, plans by connection, settings without the driver, which belongs to each replica.
+/// All of `directory`: pools by id, plans by connection, settings without the driver and its URL, which belong to each
+/// replica.
 pub fn write(directory: &Directory) -> String {
     let mut text = format!("{{\n\"version\": {VERSION},\n");
     write_list(&mut text, "pools", directory.pools_after(None).map(|entry| entry.pool.to_spec()));
     write_list(&mut text, "plans", directory.plans_after(None).map(|entry| entry.plan.to_spec()));
-    let settings = StoredSettings { store_driver: None, ..directory.settings().clone() };
+    let settings = StoredSettings { store_driver: None, redis_url: None, ..directory.settings().clone() };
     let settings = document(&settings);
     let _ = write!(text, "\"settings\": {settings}\n}}\n");
     text
@@ -150,8 +151,10 @@ fn read_spec<T: DeserializeOwned>(path: &str, mut value: Value, faults: &mut Fau
 }
 
 fn without_driver(mut value: Value, warnings: &mut Warnings) -> Value {
-    if value.as_object_mut().is_some_and(|fields| fields.remove("store_driver").is_some()) {
-        warnings.add("settings.store_driver is not taken over: the driver belongs to each replica");
+    for name in ["store_driver", "redis_url"] {
+        if value.as_object_mut().is_some_and(|fields| fields.remove(name).is_some()) {
+            warnings.add(format!("settings.{name} is not taken over: the driver belongs to each replica"));
+        }
     }
     value
 }

@@ -18,6 +18,7 @@ use crate::{
         ids::{InvalidField, PoolRevision},
         plan::{Plan, PlanSpec},
         pool::{Pool, PoolSpec},
+        settings::StoredSettings,
         units::Timestamp,
     },
     store::{DirectoryStore, StoreError},
@@ -96,13 +97,10 @@ impl DirectoryStore for SqliteDirectory {
         snapshot.rollback().await.map_err(&failed)?;
         let plans = plans.iter().map(read_plan).collect::<Result<_, _>>()?;
         let pools = pools.iter().map(read_pool).collect::<Result<_, _>>()?;
-        Directory::restore(
-            unsigned("config_revision", revision)?,
-            parse("the settings", &settings)?,
-            plans,
-            pools,
-        )
-        .map_err(|refused| corrupt("the pools", refused.to_string(), "pools that do not share a connection"))
+        Directory::restore(unsigned("config_revision", revision)?, parse_settings(&settings)?, plans, pools)
+            .map_err(|refused| {
+                corrupt("the pools", refused.to_string(), "pools that do not share a connection")
+            })
     }
 }
 
@@ -164,6 +162,14 @@ fn read_pool(row: &SqliteRow) -> Result<(Pool, PoolHistory), StoreError> {
 
 fn parse<T: serde::de::DeserializeOwned>(name: &str, document: &str) -> Result<T, StoreError> {
     serde_json::from_str(document).map_err(|error| corrupt(name, document, error.to_string()))
+}
+
+/// Nothing of the document is in the error: it may hold the password of a Redis.
+fn parse_settings(document: &str) -> Result<StoredSettings, StoreError> {
+    serde_json::from_str(document).map_err(|error| {
+        let place = format!("a document that can be read: line {}, column {}", error.line(), error.column());
+        corrupt("the settings", format_args!("***"), place)
+    })
 }
 
 fn invalid(name: &str, faults: &[InvalidField]) -> StoreError {

@@ -132,13 +132,6 @@ pub(super) struct Waiting {
     pub(super) answer: oneshot::Sender<Result<(), StoreError>>,
 }
 
-/// What a sweep did.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sweep {
-    /// Rows that were deleted.
-    pub rows: u64,
-}
-
 impl Slot {
     fn new(pool: PoolRevision, now: Timestamp) -> Self {
         let state = SlotState {
@@ -243,7 +236,7 @@ impl SqliteLedger {
             waiting: AtomicU64::new(0),
             last_seen_ms: last_seen.unix_ms().into(),
             clock_steps: AtomicU64::new(0),
-            failing: watch::Sender::new(None),
+            failing: store.failing.clone(),
         });
         for entry in directory.pools_after(None) {
             let pool = entry.history.created_revision;
@@ -270,24 +263,6 @@ impl SqliteLedger {
             committed,
         ));
         Ok(Self { shared, connection, orders, writer: Mutex::new(Some(writer)) })
-    }
-
-    /// Follows whether anything can be written: `None` while it can.
-    pub fn failing(&self) -> watch::Receiver<Option<StoreError>> {
-        self.shared.failing.subscribe()
-    }
-
-    /// Drops counters that have aged out, ids and reservations that have ended, and rows older than `retention_days`
-    /// (or two windows, whichever is longer).
-    pub async fn sweep(&self, retention_days: u32) -> Result<Sweep, StoreError> {
-        let now = self.shared.now();
-        for slot in self.shared.slots() {
-            let mut state = slot.state.lock();
-            state.ledger.compact(now);
-            self.shared.account(&mut state);
-        }
-        let retention_ms = u64::from(retention_days) * 86_400_000;
-        Ok(Sweep { rows: sweep::sweep(&self.connection, now, retention_ms).await? })
     }
 
     /// Reads from the pool's ledger, without any effect.
@@ -493,6 +468,15 @@ impl Ledger for SqliteLedger {
         Ok(sweep::remove_pool(&self.connection, pool, now).await?)
     }
 
+    fn compact(&self) {
+        let now = self.shared.now();
+        for slot in self.shared.slots() {
+            let mut state = slot.state.lock();
+            state.ledger.compact(now);
+            self.shared.account(&mut state);
+        }
+    }
+
     fn condition(&self) -> Condition {
         let size = &self.shared.size;
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
@@ -523,5 +507,7 @@ impl Ledger for SqliteLedger {
         {
             tracing::error!(error = &error as &dyn std::error::Error, "the writer ended early");
         }
+        // From now on nobody asks the disk whether it is back.
+        self.shared.failing.send_if_modified(|failing| failing.take().is_some());
     }
 }

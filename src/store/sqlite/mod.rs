@@ -25,12 +25,14 @@ use sqlx::{
     migrate::Migrator,
     sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous},
 };
+use tokio::sync::watch;
 
 pub use directory::SqliteDirectory;
-pub use ledger::{Commit, SqliteLedger, Sweep};
+pub use ledger::{Commit, SqliteLedger};
 pub use omniroute::{ForeignError, is_database, read_omniroute};
 
 use super::StoreError;
+use crate::core::units::Timestamp;
 
 const STORE: &str = "the SQLite file";
 const FILE: &str = "storage.sqlite";
@@ -51,8 +53,10 @@ pub struct SqliteStore {
     path: PathBuf,
     /// The one connection: SQLite has one writer at a time, and readers only at start.
     connection: SqlitePool,
-    /// Unlocked when it is dropped.
-    _lock: File,
+    /// Why nothing can be written now, as far as a ledger on it has found out.
+    failing: watch::Sender<Option<StoreError>>,
+    /// Unlocked when the store is closed or dropped.
+    lock: File,
 }
 
 /// Why the data directory cannot be used.
@@ -137,7 +141,7 @@ impl SqliteStore {
             .run(&connection)
             .await
             .map_err(|source| OpenError::Migration { path: path.clone(), source })?;
-        Ok(Self { path, connection, _lock: lock })
+        Ok(Self { path, connection, failing: watch::Sender::new(None), lock })
     }
 
     /// Names this data directory among replicas: chosen by `choose` at the first start, and kept.
@@ -149,14 +153,30 @@ impl SqliteStore {
         read.fetch_one(&self.connection).await.map_err(&failed)
     }
 
+    /// Follows whether anything can be written: `None` while it can.
+    pub fn failing(&self) -> watch::Receiver<Option<StoreError>> {
+        self.failing.subscribe()
+    }
+
+    /// Deletes what nobody needs at `now`, whichever driver is in use: reservations and ids that have ended, and
+    /// consumption older than `retention_days` (or two windows, whichever is longer). Returns how many rows that were.
+    pub async fn sweep(&self, now: Timestamp, retention_days: u32) -> Result<u64, StoreError> {
+        let retention_ms = u64::from(retention_days) * 86_400_000;
+        sweep::sweep(&self.connection, now, retention_ms).await
+    }
+
     /// The database file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Writes the write-ahead log back into the file and lets go of both.
+    /// Writes the write-ahead log back into the file and lets go of both, and of the folder.
     pub async fn close(&self) {
         self.connection.close().await;
+        if let Err(error) = self.lock.unlock() {
+            // It is let go of when the process ends.
+            tracing::warn!(error = &error as &dyn std::error::Error, "the data directory stays locked");
+        }
     }
 }
 

@@ -15,7 +15,7 @@ use crate::{
         settings::StoreDriver,
         units::{Cost, Timestamp, Unit},
     },
-    service::{Decided, Decision, KeyRow, SettingsView, SignalsOutcome, Status, UsageView},
+    service::{Decided, Decision, Degraded, Found, KeyRow, SettingsView, SignalsOutcome, Status, UsageView},
 };
 
 fn unit(unit: Unit) -> i32 {
@@ -133,8 +133,12 @@ pub(super) fn decision(decision: Decision) -> pb::EnforceResponse {
         config_revision: wire_revision(decision.config_revision),
         ..Default::default()
     };
-    let Some(decided) = decision.decided else {
-        return pb::EnforceResponse { reason: pb::dimension_status::Reason::NoPool.into(), ..allow };
+    let decided = match decision.found {
+        Found::Decided(decided) => decided,
+        Found::Degraded(without_counters) => return degraded(without_counters, allow),
+        Found::NoPool => {
+            return pb::EnforceResponse { reason: pb::dimension_status::Reason::NoPool.into(), ..allow };
+        }
     };
     let response = pb::EnforceResponse {
         pool_id: decided.entry.pool.id.to_string(),
@@ -168,6 +172,31 @@ pub(super) fn decision(decision: Decision) -> pb::EnforceResponse {
         score_factor: if deprioritize { decision.soft_factor } else { 1.0 },
         message: decided.message,
         ..response
+    }
+}
+
+/// `allow` without the numbers of any dimension, since none is known, and as the failure mode will have it.
+fn degraded(of: Degraded, allow: pb::EnforceResponse) -> pb::EnforceResponse {
+    let by_mode = |blocks: bool| match blocks {
+        true => pb::enforce_response::Decision::Block.into(),
+        false => pb::enforce_response::Decision::Allow.into(),
+    };
+    let reason = pb::dimension_status::Reason::StoreUnavailable.into();
+    let (is_blocked, is_shadow) = (of.is_blocked(), of.is_shadow());
+    let shadow = is_shadow.then(|| pb::ShadowVerdict {
+        decision: by_mode(of.refusal.is_some()),
+        reason,
+        message: of.refusal.unwrap_or_default(),
+        ..Default::default()
+    });
+    pb::EnforceResponse {
+        decision: by_mode(is_blocked),
+        reason,
+        message: of.message,
+        pool_id: of.entry.pool.id.to_string(),
+        degraded: true,
+        shadow,
+        ..allow
     }
 }
 
@@ -274,7 +303,7 @@ pub(super) fn settings(view: &SettingsView) -> (pb::Settings, pb::Settings) {
     let stored = pb::Settings {
         store_driver: stored.store_driver.map_or(pb::settings::StoreDriver::Unspecified.into(), driver),
         redis_url: String::new(),
-        redis_url_configured: false,
+        redis_url_configured: stored.redis_url.is_some(),
         saturation_threshold: stored.saturation_threshold,
         soft_deprioritize_factor: stored.soft_deprioritize_factor,
         consumption_retention_days: stored.consumption_retention_days.map(days),
@@ -304,7 +333,7 @@ fn days(days: u32) -> i32 {
 }
 
 pub(super) fn status(status: Status) -> pb::GetStatusResponse {
-    let Status { version, replica_id, config_revision, uptime_ms, warnings } = status;
+    let Status { version, replica_id, config_revision, uptime_ms, store_driver, degraded, warnings } = status;
     let config_revision = wire_revision(config_revision);
     let this = pb::ReplicaStatus {
         replica_id: replica_id.clone(),
@@ -315,8 +344,8 @@ pub(super) fn status(status: Status) -> pb::GetStatusResponse {
     pb::GetStatusResponse {
         version: version.to_owned(),
         replica_id,
-        active_store: driver(StoreDriver::Sqlite),
-        degraded: false,
+        active_store: driver(store_driver),
+        degraded,
         config_revision,
         newest_config_revision: config_revision,
         journal_length: 0,

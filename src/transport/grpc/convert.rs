@@ -10,7 +10,7 @@ use crate::{
         ledger::RESERVE_MS_MAX,
         plan::{DimensionKey, DimensionSpec, PlanSpec, check_provider},
         pool::{AllocationSpec, CapSpec, Enforcement, FailureMode, ModelCapSpec, Policy, Pool, PoolSpec},
-        settings::{SettingsUpdate, StoreDriver},
+        settings::{Secret, SettingsUpdate, StoreDriver},
         units::{Amount, Cost, Unit},
         window::Window,
     },
@@ -228,12 +228,12 @@ pub(super) fn plan_spec(wire: Option<pb::Plan>) -> Checked<(PlanSpec, u64)> {
     Ok((spec, revision))
 }
 
-/// The driver redis and its URL are told apart by the caller.
+/// Whether a URL is one is for the service to say.
 pub(super) fn settings_update(request: pb::UpdateSettingsRequest) -> Checked<SettingsUpdate> {
     let pb::UpdateSettingsRequest { settings, clear } = request;
     let pb::Settings {
         store_driver,
-        redis_url: _,
+        redis_url,
         redis_url_configured: _,
         saturation_threshold,
         soft_deprioritize_factor,
@@ -249,6 +249,7 @@ pub(super) fn settings_update(request: pb::UpdateSettingsRequest) -> Checked<Set
     };
     Ok(SettingsUpdate {
         store_driver,
+        redis_url: (!redis_url.is_empty()).then(|| Secret::from(redis_url)),
         saturation_threshold,
         soft_deprioritize_factor,
         consumption_retention_days: consumption_retention_days.map(i64::from),

@@ -8,7 +8,7 @@ use super::{
     convert_signals,
     observe::record_decision,
     pb::{self, quota_share_server::QuotaShare},
-    status::{invalid, of_admin, of_ledger},
+    status::{invalid, of_admin, of_ledger, of_record},
 };
 use crate::service::Service;
 
@@ -33,7 +33,7 @@ impl QuotaShare for Api {
         request: Request<pb::RecordConsumptionRequest>,
     ) -> Result<Response<pb::RecordConsumptionResponse>, Status> {
         let call = record(request.into_inner()).map_err(invalid)?;
-        let outcome = self.0.record(call).await.map_err(of_ledger)?;
+        let outcome = self.0.record(call).await.map_err(of_record)?;
         Ok(Response::new(pb::RecordConsumptionResponse {
             duplicate: outcome.duplicate,
             reservation_expired: outcome.reservation_expired,

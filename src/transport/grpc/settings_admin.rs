@@ -6,12 +6,9 @@ use super::{
     answers,
     convert::settings_update,
     pb::{self, settings_admin_server::SettingsAdmin},
-    status::{invalid, not_built, of_admin},
+    status::{invalid, of_admin},
 };
-use crate::{
-    core::{ids::InvalidField, settings::StoreDriver},
-    service::Service,
-};
+use crate::service::Service;
 
 #[derive(Debug)]
 pub(super) struct Api(pub(super) Service);
@@ -30,20 +27,10 @@ impl SettingsAdmin for Api {
         &self,
         request: Request<pb::UpdateSettingsRequest>,
     ) -> Result<Response<pb::UpdateSettingsResponse>, Status> {
-        let request = request.into_inner();
-        let has_url = request.settings.as_ref().is_some_and(|settings| !settings.redis_url.is_empty());
-        let update = settings_update(request).map_err(invalid)?;
-        match (update.store_driver, has_url) {
-            (Some(StoreDriver::Redis), false) => {
-                let accepted = "the URL of a Redis, together with store_driver REDIS";
-                return Err(invalid(vec![InvalidField::new("settings.redis_url", "", accepted)]));
-            }
-            (Some(StoreDriver::Redis), true) | (_, true) => return Err(not_built("the driver redis")),
-            (Some(StoreDriver::Sqlite) | None, false) => {}
-        }
-        let view = self.0.update_settings(update).await.map_err(of_admin)?;
+        let update = settings_update(request.into_inner()).map_err(invalid)?;
+        let (view, warnings) = self.0.update_settings(update).await.map_err(of_admin)?;
         let (_, effective) = answers::settings(&view);
-        Ok(Response::new(pb::UpdateSettingsResponse { effective: Some(effective), warnings: Vec::new() }))
+        Ok(Response::new(pb::UpdateSettingsResponse { effective: Some(effective), warnings }))
     }
 
     async fn get_status(

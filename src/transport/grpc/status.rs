@@ -17,6 +17,7 @@ const DOMAIN: &str = "quotashare.v1";
 const VIOLATIONS_MAX: usize = 12;
 /// Most of them in the message, which repeats what the details say.
 const VIOLATIONS_IN_MESSAGE_MAX: usize = 3;
+const UNREACHABLE: &str = "the shared counters could not be reached in time";
 /// When a call that met a full or failing replica may be worth another try.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
@@ -74,18 +75,13 @@ pub(super) fn code_name(code: Code) -> &'static str {
     }
 }
 
-/// UNIMPLEMENTED, in words.
-pub(super) fn not_built(what: &str) -> Status {
-    Status::unimplemented(format!("this version of quota-share does not have {what} yet"))
-}
-
 fn with_info(code: Code, message: String, reason: &str, metadata: &[(&str, String)]) -> Status {
     let metadata: HashMap<String, String> =
         metadata.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
     Status::with_error_details(code, message, ErrorDetails::with_error_info(reason, DOMAIN, metadata))
 }
 
-/// UNAVAILABLE: nothing has changed, and the same call may work soon.
+/// UNAVAILABLE: nothing has changed, unless the message says otherwise, and the same call may work soon.
 fn unavailable(message: String, reason: &str) -> Status {
     let mut details = ErrorDetails::with_retry_info(Some(RETRY_DELAY));
     details.set_error_info(reason, DOMAIN, HashMap::new());
@@ -121,6 +117,20 @@ pub(super) fn of_change(refused: ChangeRefused) -> Status {
     }
 }
 
+/// Of a cost that may have been counted although nothing came back.
+pub(super) fn of_record(error: LedgerError) -> Status {
+    match error {
+        LedgerError::Unreachable(_) => {
+            let message = format!(
+                "{UNREACHABLE}, and whether the cost was counted is not known: send the call again with the same \
+                 reservation_id or idempotency_key, by which it counts once"
+            );
+            unavailable(message, "STORE_UNAVAILABLE")
+        }
+        error => of_ledger(error),
+    }
+}
+
 pub(super) fn of_ledger(error: LedgerError) -> Status {
     let message = error.to_string();
     match error {
@@ -138,7 +148,9 @@ pub(super) fn of_ledger(error: LedgerError) -> Status {
         }
         LedgerError::PoolRemoved => unavailable(message, "POOL_CHANGING"),
         LedgerError::Full { .. } => unavailable(message, "REPLICA_FULL"),
-        LedgerError::Unreachable(_) => unavailable(message, "STORE_UNAVAILABLE"),
+        LedgerError::Unreachable(_) => {
+            unavailable(format!("{UNREACHABLE}: send the call again"), "STORE_UNAVAILABLE")
+        }
         LedgerError::Store(error) => of_store(&error),
     }
 }

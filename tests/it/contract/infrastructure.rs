@@ -1,12 +1,12 @@
-//! Health, reflection, and what is not built yet.
+//! Health, reflection and the catalogue.
 
 use prost::Message;
 use tokio_stream::StreamExt;
-use tonic::{Code, Response, Status};
+use tonic::Code;
 use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus};
 use tonic_reflection::pb::{v1, v1alpha};
 
-use crate::harness::{TestServer, pb, refusal, told};
+use crate::harness::{TestServer, pb, told};
 
 const SERVICES: [&str; 4] = [
     "quotashare.v1.PlanAdmin",
@@ -87,21 +87,6 @@ async fn reflection_describes_the_details_of_errors() {
         });
         assert!(described.collect::<Vec<_>>().iter().any(|name| name == symbol), "{symbol}");
     }
-}
-
-#[tokio::test]
-async fn what_is_not_built_says_so() {
-    fn assert_unimplemented<T: std::fmt::Debug>(result: Result<Response<T>, Status>) {
-        assert_eq!(refusal(result).code, Code::Unimplemented);
-    }
-    let server = TestServer::start().await;
-    let redis = pb::Settings {
-        store_driver: pb::settings::StoreDriver::Redis.into(),
-        redis_url: "redis://127.0.0.1:6379".to_owned(),
-        ..Default::default()
-    };
-    let redis = pb::UpdateSettingsRequest { settings: Some(redis), clear: Vec::new() };
-    assert_unimplemented(server.settings().update_settings(redis).await);
 }
 
 #[tokio::test]

@@ -2,8 +2,10 @@
 
 mod admin;
 mod decisions;
+mod degraded;
 mod infrastructure;
 mod large_pool;
 mod pages;
 mod refusals;
 mod settings;
+mod switching;

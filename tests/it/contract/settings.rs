@@ -1,26 +1,21 @@
 //! What an operator stores, and what the service says of itself.
 
+use quota_share::{core::settings::StoreDriver as CoreDriver, store::redis::RedisUrl};
 use tonic::{Code, Status, Streaming};
 
 use crate::harness::{
-    TestServer, Verdict, dimension, hard, millis,
+    TestServer, UNREACHABLE, Verdict, dimension, hard, millis,
     pb::{self, Settings, UpdateSettingsRequest, settings::StoreDriver},
     pool, refusal, requests, soft, tokens, told,
 };
 
 async fn update(server: &TestServer, settings: Settings, clear: &[&str]) -> Settings {
-    let clear = clear.iter().map(|name| (*name).to_owned()).collect();
-    let request = UpdateSettingsRequest { settings: Some(settings), clear };
-    told(server.settings().update_settings(request).await).effective.expect("what is in force")
+    server.update_settings(settings, clear).await.effective.expect("what is in force")
 }
 
 async fn get(server: &TestServer) -> (Settings, Settings) {
     let settings = told(server.settings().get_settings(pb::GetSettingsRequest {}).await);
     (settings.stored.expect("what is stored"), settings.effective.expect("what is in force"))
-}
-
-async fn status(server: &TestServer) -> pb::GetStatusResponse {
-    told(server.settings().get_status(pb::GetStatusRequest {}).await)
 }
 
 #[tokio::test]
@@ -64,10 +59,10 @@ async fn what_is_stored_wins_at_once_and_after_a_restart_until_it_is_cleared() {
 async fn settings_that_cannot_be_are_named_and_change_nothing() {
     let server = TestServer::start().await;
     update(&server, Settings { saturation_threshold: Some(0.4), ..Default::default() }, &[]).await;
-    let before = (get(&server).await, status(&server).await.config_revision);
+    let before = (get(&server).await, server.status().await.config_revision);
     let good = Settings { soft_deprioritize_factor: Some(0.1), ..Default::default() };
     // settings | names to clear | the field that is named
-    let cases: [(Settings, &[&str], &str); 6] = [
+    let cases: [(Settings, &[&str], &str); 8] = [
         (Settings { saturation_threshold: Some(50.0), ..good.clone() }, &[], "settings.saturation_threshold"),
         (
             Settings { soft_deprioritize_factor: Some(f64::NAN), ..good.clone() },
@@ -80,15 +75,86 @@ async fn settings_that_cannot_be_are_named_and_change_nothing() {
             "settings.consumption_retention_days",
         ),
         (Settings { store_driver: StoreDriver::Redis.into(), ..good.clone() }, &[], "settings.redis_url"),
+        (
+            Settings { store_driver: StoreDriver::Redis.into(), ..with_url("mongo://user:hidden@host") },
+            &[],
+            "settings.redis_url",
+        ),
+        (with_url(UNREACHABLE), &["redis_url"], "clear[0]"),
         (Settings { store_driver: 99, ..good.clone() }, &[], "settings.store_driver"),
         (good, &["saturation_threshold", "nonsense"], "clear[1]"),
     ];
     for (settings, clear, field) in cases {
         let clear = clear.iter().map(|name| (*name).to_owned()).collect();
         let request = UpdateSettingsRequest { settings: Some(settings), clear };
-        refusal(server.settings().update_settings(request).await).names(&[field]);
+        let refused = refusal(server.settings().update_settings(request).await);
+        refused.names(&[field]);
+        assert!(!format!("{refused:?}").contains("hidden"), "{refused:?}");
     }
-    assert_eq!((get(&server).await, status(&server).await.config_revision), before);
+    // Every mistake is named, that of the URL too.
+    let settings = Settings { saturation_threshold: Some(50.0), ..with_url(":hidden@") };
+    let request = UpdateSettingsRequest { settings: Some(settings), clear: Vec::new() };
+    let refused = refusal(server.settings().update_settings(request).await);
+    refused.names(&["settings.redis_url", "settings.saturation_threshold"]);
+    assert_eq!((get(&server).await, server.status().await.config_revision), before);
+}
+
+fn with_url(url: &str) -> Settings {
+    Settings { redis_url: url.to_owned(), ..Default::default() }
+}
+
+fn with_driver(driver: StoreDriver) -> Settings {
+    Settings { store_driver: driver.into(), ..Default::default() }
+}
+
+#[tokio::test]
+async fn a_driver_is_changed_while_the_service_runs_and_chosen_anew_when_it_is_cleared() {
+    use StoreDriver::{Redis, Sqlite, Unspecified};
+    let mut server = TestServer::start().await;
+    // settings | names to clear | driver stored, in use | a URL is stored, known | what is warned of
+    type Row<'a> = (Settings, &'a [&'a str], (StoreDriver, StoreDriver), (bool, bool), usize);
+    let rows: [Row<'_>; 8] = [
+        (with_url(UNREACHABLE), &[], (Unspecified, Sqlite), (true, true), 0),
+        (with_driver(Redis), &[], (Redis, Redis), (true, true), 0),
+        (
+            Settings { saturation_threshold: Some(0.4), ..Settings::default() },
+            &[],
+            (Redis, Redis),
+            (true, true),
+            0,
+        ),
+        (with_url("redis://user:hidden@127.0.0.1:2"), &[], (Redis, Redis), (true, true), 0),
+        // Without a URL there is nothing to reach.
+        (Settings::default(), &["redis_url"], (Redis, Sqlite), (false, false), 1),
+        (with_url(UNREACHABLE), &[], (Redis, Redis), (true, true), 0),
+        (Settings::default(), &["store_driver"], (Unspecified, Sqlite), (true, true), 0),
+        (with_driver(Sqlite), &["redis_url"], (Sqlite, Sqlite), (false, false), 0),
+    ];
+    for (number, (settings, clear, drivers, urls, warnings)) in rows.into_iter().enumerate() {
+        let answer = server.update_settings(settings, clear).await;
+        assert_eq!(answer.warnings.len(), warnings, "row {number}: {answer:?}");
+        let (stored, effective) = get(&server).await;
+        assert_eq!((stored.store_driver(), effective.store_driver()), drivers, "row {number}");
+        assert_eq!((stored.redis_url_configured, effective.redis_url_configured), urls, "row {number}");
+        let status = server.status().await;
+        assert_eq!(status.active_store(), drivers.1, "row {number}");
+        assert_eq!(status.warnings.iter().filter(|told| told.contains("using sqlite")).count(), warnings);
+        let told = format!("{answer:?} {stored:?} {effective:?} {status:?}");
+        assert!(!told.contains("hidden") && !told.contains("127.0.0.1"), "row {number}: {told}");
+    }
+
+    // A configured URL serves a stored driver, and a configured driver is what is left when none is stored.
+    server
+        .restart_with(|config| {
+            config.redis_url = RedisUrl::parse(UNREACHABLE).ok();
+            config.store_driver = CoreDriver::Redis;
+        })
+        .await;
+    assert_eq!(get(&server).await.1.store_driver(), Sqlite, "stored");
+    assert!(get(&server).await.1.redis_url_configured);
+    assert_eq!(update(&server, Settings::default(), &["store_driver"]).await.store_driver(), Redis);
+    assert_eq!(update(&server, with_driver(Sqlite), &[]).await.store_driver(), Sqlite);
+    assert_eq!(update(&server, with_driver(Redis), &[]).await.store_driver(), Redis);
 }
 
 #[tokio::test]
@@ -99,7 +165,7 @@ async fn the_status_names_pools_that_no_call_has_matched() {
     server.enforce("A", "c1", None).await;
     server.enforce("A", "C2", None).await;
 
-    let first = status(&server).await;
+    let first = server.status().await;
     assert!(first.warnings.len() == 1 && first.warnings[0].contains("mistyped"), "{:?}", first.warnings);
     assert_eq!((first.config_revision, first.newest_config_revision), (2, 2));
     assert_eq!((first.active_store(), first.degraded), (StoreDriver::Sqlite, false));
@@ -108,10 +174,10 @@ async fn the_status_names_pools_that_no_call_has_matched() {
     assert_eq!(replicas, [&first.replica_id]);
 
     server.record("A", "c2", requests(1)).await;
-    assert_eq!(status(&server).await.warnings, [""; 0]);
+    assert_eq!(server.status().await.warnings, [""; 0]);
     server.restart().await;
     server.wait(7_000);
-    let second = status(&server).await;
+    let second = server.status().await;
     assert_eq!(second.replica_id, first.replica_id, "the data directory's");
     assert_eq!(second.uptime.as_ref().map(millis), Some(7_000));
 }

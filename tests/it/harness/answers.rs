@@ -183,6 +183,10 @@ pub(crate) struct Refusal {
     pub(crate) message: String,
     /// Of the BadRequest: the fields, by their path in the request.
     pub(crate) fields: Vec<String>,
+    /// Of the ErrorInfo; empty without one.
+    pub(crate) reason: String,
+    /// The answer says when to call again.
+    pub(crate) has_retry_info: bool,
     /// Of the ErrorInfo.
     pub(crate) metadata: HashMap<String, String>,
 }
@@ -203,6 +207,8 @@ pub(crate) fn refusal<T: std::fmt::Debug>(result: Result<Response<T>, Status>) -
         code: status.code(),
         message: status.message().to_owned(),
         fields: violations.into_iter().map(|violation| violation.field).collect(),
+        reason: details.error_info().map(|info| info.reason.clone()).unwrap_or_default(),
+        has_retry_info: details.retry_info().is_some_and(|info| info.retry_delay.is_some()),
         metadata: details.error_info().map(|info| info.metadata.clone()).unwrap_or_default(),
     }
 }

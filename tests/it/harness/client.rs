@@ -6,7 +6,9 @@ use tonic::{
     Response, Status,
     transport::{Channel, Endpoint},
 };
-use tonic_health::pb::health_client::HealthClient;
+use tonic_health::pb::{
+    HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
+};
 
 use super::{
     pb::{
@@ -22,6 +24,9 @@ pub(crate) struct Client {
     address: SocketAddr,
     channel: Channel,
 }
+
+/// The URL of a Redis where none listens, with a password that must not be seen anywhere.
+pub(crate) const UNREACHABLE: &str = "redis://user:hidden@127.0.0.1:1";
 
 /// The answer of a call that was not refused.
 #[track_caller]
@@ -145,6 +150,39 @@ impl Client {
         let connection_id = connection.to_owned();
         let request = pb::ReportSignalsRequest { connection_id, provider_headers, ..Default::default() };
         told(self.quota().report_signals(request).await)
+    }
+
+    /// Stores settings and forgets others.
+    pub(crate) async fn update_settings(
+        &self,
+        settings: pb::Settings,
+        clear: &[&str],
+    ) -> pb::UpdateSettingsResponse {
+        let clear = clear.iter().map(|name| (*name).to_owned()).collect();
+        let request = pb::UpdateSettingsRequest { settings: Some(settings), clear };
+        told(self.settings().update_settings(request).await)
+    }
+
+    /// Has the counters kept by SQLite, or by a Redis that nobody can reach.
+    pub(crate) async fn switch_to(&self, driver: pb::settings::StoreDriver) {
+        let redis_url = match driver {
+            pb::settings::StoreDriver::Redis => UNREACHABLE.to_owned(),
+            _ => String::new(),
+        };
+        let settings = pb::Settings { store_driver: driver.into(), redis_url, ..Default::default() };
+        let effective = self.update_settings(settings, &[]).await.effective.expect("what is in force");
+        assert_eq!(effective.store_driver(), driver);
+    }
+
+    /// What health says of the whole server.
+    pub(crate) async fn is_serving(&self) -> bool {
+        let health = told(self.health().check(HealthCheckRequest::default()).await);
+        health.status() == ServingStatus::Serving
+    }
+
+    /// What the service says of itself.
+    pub(crate) async fn status(&self) -> pb::GetStatusResponse {
+        told(self.settings().get_status(pb::GetStatusRequest {}).await)
     }
 
     /// What each key has used in a dimension, by name, and what was used outside.

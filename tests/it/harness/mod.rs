@@ -21,7 +21,7 @@ mod requests;
 mod server;
 
 pub(crate) use answers::{Refusal, Verdict, blocked, millis, refusal, unix_ms};
-pub(crate) use client::{Client, told};
+pub(crate) use client::{Client, UNREACHABLE, told};
 pub(crate) use process::{Ended, PATIENCE, TestProcess, end_of, failed_start, run};
 pub(crate) use proxy::Proxy;
 pub(crate) use redis::{TestCluster, TestRedis, redis_is_missing};

@@ -40,6 +40,11 @@ impl pb::Pool {
         Self { enforcement: Enforcement::Shadow.into(), ..self }
     }
 
+    /// Answers so where the shared counters cannot be reached.
+    pub(crate) fn failing(self, mode: FailureMode) -> Self {
+        Self { failure_mode: mode.into(), ..self }
+    }
+
     pub(crate) fn with_connections(self, connections: impl IntoIterator<Item = &'static str>) -> Self {
         Self { connection_ids: connections.into_iter().map(str::to_owned).collect(), ..self }
     }

@@ -1,9 +1,10 @@
 //! E: what is counted stays counted.
 
 use futures::future::join_all;
+use sqlx::{ConnectOptions, Connection, sqlite::SqliteConnectOptions};
 
 use crate::harness::{
-    Client, TestProcess, cost, dimension, hard,
+    Client, TestProcess, UNREACHABLE, cost, dimension, failed_start, hard,
     pb::{self, Settings, UpdateSettingsRequest, settings::StoreDriver},
     pool, refusal, spent, tokens, told, usd,
 };
@@ -49,22 +50,36 @@ async fn e05_many_writers_share_one_counter_that_survives_a_kill() {
 const DRIVER: &str = "QUOTA_STORE_DRIVER";
 const URL: &str = "QUOTA_STORE_REDIS_URL";
 
-async fn active_driver(process: &TestProcess) -> StoreDriver {
-    told(process.settings().get_status(pb::GetStatusRequest {}).await).active_store()
-}
-
 #[tokio::test]
-async fn e01_without_a_redis_the_driver_is_sqlite_and_it_is_said_why() {
-    let (nothing, redis, mongo) = ([].as_slice(), [(DRIVER, "redis")], [(DRIVER, "mongo")]);
-    // start | set | what the one warning names
-    for (start, vars, named) in [(1, nothing, None), (5, &redis, Some(URL)), (7, &mongo, Some("mongo"))] {
+async fn e01_the_environment_chooses_a_driver_and_what_it_cannot_have_is_told_once() {
+    const BAD_SCHEME: &str = "mongo://user:hidden@host";
+    // start | variables | what the one warning names
+    type Row<'a> = (&'a str, &'a [(&'a str, &'a str)], Option<&'a str>);
+    let starts: [Row<'_>; 7] = [
+        ("1", &[], None),
+        ("5", &[(DRIVER, "redis")], Some(URL)),
+        ("6, bad scheme", &[(DRIVER, "redis"), (URL, BAD_SCHEME)], Some(URL)),
+        ("6, not asked for", &[(URL, BAD_SCHEME)], Some(URL)),
+        ("7", &[(DRIVER, "mongo")], Some("mongo")),
+        ("7, with a URL", &[(DRIVER, "mongo"), (URL, UNREACHABLE)], Some("mongo")),
+        ("not asked for", &[(URL, UNREACHABLE)], None),
+    ];
+    for (start, vars, named) in starts {
         let process = TestProcess::start_with(vars).await;
-        assert_eq!(active_driver(&process).await, StoreDriver::Sqlite, "start {start}");
+        assert_eq!(process.status().await.active_store(), StoreDriver::Sqlite, "start {start}");
+        assert!(process.is_serving().await, "start {start}");
         let log = process.log();
         let warnings: Vec<&str> = log.lines().filter(|line| line.contains("\"WARN\"")).collect();
         assert_eq!(warnings.len(), usize::from(named.is_some()), "start {start}: {log}");
         assert!(named.is_none_or(|named| warnings[0].contains(named)), "start {start}: {log}");
+        assert!(!log.contains("hidden"), "start {start}: {log}");
     }
+    // Start 2, and 6 with a refused port: redis is used, and is out of reach.
+    let process = TestProcess::start_with(&[(DRIVER, "redis"), (URL, UNREACHABLE)]).await;
+    assert_eq!(process.status().await.active_store(), StoreDriver::Redis);
+    assert!(process.is_serving().await, "decisions go on");
+    assert!(process.log().contains("\"driver\":\"redis\""), "{}", process.log());
+    assert!(!process.log().contains("hidden"), "{}", process.log());
 }
 
 #[tokio::test]
@@ -78,9 +93,36 @@ async fn e01_a_stored_driver_wins_over_the_environment_and_the_url_is_never_retu
 
     // Start 3.
     process.restart_with(&[(DRIVER, "redis"), (URL, "redis://user:hidden@host")]).await;
-    assert_eq!(active_driver(&process).await, StoreDriver::Sqlite);
+    assert_eq!(process.status().await.active_store(), StoreDriver::Sqlite);
     let settings = told(process.settings().get_settings(pb::GetSettingsRequest {}).await);
     let effective = settings.effective.expect("what is in force");
     assert_eq!((effective.redis_url.as_str(), effective.redis_url_configured), ("", true));
     assert!(!process.log().contains("hidden"), "{}", process.log());
+
+    // Start 4.
+    process.switch_to(StoreDriver::Redis).await;
+    let log = process.log();
+    process.restart_with(&[(DRIVER, "sqlite")]).await;
+    assert_eq!(process.status().await.active_store(), StoreDriver::Redis);
+    let settings = told(process.settings().get_settings(pb::GetSettingsRequest {}).await);
+    let told = format!("{settings:?} {:?} {log} {}", process.status().await, process.log());
+    assert!(settings.effective.is_some_and(|effective| effective.redis_url_configured));
+    assert!(!told.contains("hidden"), "{told}");
+}
+
+/// A settings document that cannot be read stops the start, and is not shown: the URL is in it.
+#[tokio::test]
+async fn e01_settings_that_cannot_be_read_are_not_shown() {
+    let mut process = TestProcess::start().await;
+    process.switch_to(StoreDriver::Redis).await;
+    process.kill();
+    let options = SqliteConnectOptions::new().filename(process.data_dir().join("storage.sqlite"));
+    let mut connection = options.connect().await.expect("nobody has the file");
+    let broken = "UPDATE service SET settings = replace(settings, '\"redis\"', '\"mongo\"')";
+    let done = sqlx::query(broken).execute(&mut connection).await.expect("the statement is valid");
+    assert_eq!(done.rows_affected(), 1);
+    connection.close().await.expect("nothing is left to write");
+    let (code, log) = failed_start(process.data_dir(), &[]).await;
+    assert_eq!(code, Some(1), "{log}");
+    assert!(log.contains("the settings") && !log.contains("hidden"), "{log}");
 }
