@@ -25,4 +25,5 @@ mod rule_properties;
 mod scenarios;
 mod sick_disk;
 mod signals;
+mod taking_over;
 mod telemetry;

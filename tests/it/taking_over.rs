@@ -1,0 +1,301 @@
+//! Another ledger takes over: in which order, and what becomes of calls that are under way. Of ledgers that do nothing, so
+//! that each step can be held.
+
+use std::{
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
+    },
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use quota_share::{
+    clock::{Clock, ManualClock},
+    core::{
+        account::{Observation, Unread},
+        admission::{Counters as Counted, Reading},
+        charge::{Charge, PerCheck},
+        directory::{Change, Directory, Write},
+        ids::{ApiKeyId, ConnectionId, PoolRevision, ReservationId},
+        ledger::{
+            Consumption, Enforced, Hold, HoldRequest, Recorded, ReservationState, Settlement, UsageReading,
+        },
+        plan::DimensionKey,
+        pool::{AllocationSpec, PoolSpec},
+        settings::{Secret, Settings, SettingsUpdate, StoreDriver},
+        units::{Cost, Timestamp},
+    },
+    service::{AdminError, Counters, Decision, EnforceCall, Found, Service, Start},
+    store::{
+        Condition, Configured, DirectoryStore, Ledger, LedgerError, OpenLedger, Place, ReservationPlace,
+        StoreError,
+    },
+};
+use tokio::{sync::Semaphore, time::timeout};
+
+use crate::harness::{T0, UNREACHABLE};
+
+const SOON: Duration = Duration::from_millis(20);
+
+fn unavailable() -> StoreError {
+    let source = Arc::new(io::Error::other("on purpose"));
+    StoreError::Unavailable { store: "the test", doing: "anything", source }
+}
+
+/// Answers checks as it is let; is asked nothing else.
+#[derive(Debug)]
+struct HeldLedger {
+    asked: AtomicUsize,
+    may_answer: Semaphore,
+    closed: AtomicBool,
+}
+
+impl HeldLedger {
+    fn new(answers: usize) -> Arc<Self> {
+        let (asked, closed) = (AtomicUsize::new(0), AtomicBool::new(false));
+        Arc::new(Self { asked, may_answer: Semaphore::new(answers), closed })
+    }
+
+    fn seen(&self) -> (usize, bool) {
+        (self.asked.load(SeqCst), self.closed.load(SeqCst))
+    }
+}
+
+#[async_trait]
+impl Ledger for HeldLedger {
+    async fn check(&self, _: &Charge) -> Result<Reading, LedgerError> {
+        assert!(!self.closed.load(SeqCst), "a call comes to a ledger that was closed");
+        self.asked.fetch_add(1, SeqCst);
+        self.may_answer.acquire().await.expect("it stays open").forget();
+        assert!(!self.closed.load(SeqCst), "closed under a call");
+        Err(LedgerError::Unreachable(unavailable()))
+    }
+
+    async fn enforce(&self, _: &Charge, _: HoldRequest) -> Result<Enforced, LedgerError> {
+        unreachable!()
+    }
+
+    async fn record(&self, _: PoolRevision, _: &Consumption) -> Result<Recorded, LedgerError> {
+        unreachable!()
+    }
+
+    async fn release(&self, _: ReservationId, _: Option<&ApiKeyId>) -> Result<bool, LedgerError> {
+        unreachable!()
+    }
+
+    async fn reservation(
+        &self,
+        _: PoolRevision,
+        _: &Consumption,
+        _: Settlement,
+    ) -> Result<ReservationState, LedgerError> {
+        unreachable!()
+    }
+
+    async fn report(
+        &self,
+        _: PoolRevision,
+        _: &ConnectionId,
+        _: &[Observation],
+    ) -> Result<Vec<Result<(), Unread>>, LedgerError> {
+        unreachable!()
+    }
+
+    async fn usage(
+        &self,
+        _: PoolRevision,
+        _: &[DimensionKey],
+        _: &[ConnectionId],
+        _: bool,
+    ) -> Result<UsageReading, LedgerError> {
+        unreachable!()
+    }
+
+    async fn totals(
+        &self,
+        _: PoolRevision,
+        _: &[DimensionKey],
+        _: &[ConnectionId],
+    ) -> Result<(Timestamp, PerCheck<Counted>), LedgerError> {
+        unreachable!()
+    }
+
+    async fn reservations(
+        &self,
+        _: PoolRevision,
+        _: Option<ReservationPlace>,
+        _: Option<&ApiKeyId>,
+        _: usize,
+    ) -> Result<Vec<(ReservationId, Arc<Hold>)>, LedgerError> {
+        unreachable!()
+    }
+
+    async fn reset(
+        &self,
+        _: PoolRevision,
+        _: Option<&ApiKeyId>,
+        _: Option<DimensionKey>,
+    ) -> Result<(), LedgerError> {
+        unreachable!()
+    }
+
+    async fn remove(&self, _: PoolRevision) -> Result<(), LedgerError> {
+        unreachable!()
+    }
+
+    fn condition(&self) -> Condition {
+        Condition::default()
+    }
+
+    fn now(&self) -> Timestamp {
+        T0
+    }
+
+    async fn close(&self) {
+        self.closed.store(true, SeqCst);
+    }
+}
+
+/// A store of documents and an opener of one other ledger, either of which may fail.
+#[derive(Debug)]
+struct Stores {
+    redis: Arc<HeldLedger>,
+    opens: AtomicBool,
+    commits: AtomicBool,
+}
+
+#[async_trait]
+impl OpenLedger for Stores {
+    async fn open(&self, place: &Place, _: &Directory) -> Result<Arc<dyn Ledger>, StoreError> {
+        assert_eq!(place.driver(), StoreDriver::Redis);
+        if self.opens.load(SeqCst) { Ok(self.redis.clone()) } else { Err(unavailable()) }
+    }
+}
+
+#[async_trait]
+impl DirectoryStore for Stores {
+    async fn commit(&self, _: u64, _: u64, _: &[Write]) -> Result<(), StoreError> {
+        if self.commits.load(SeqCst) { Ok(()) } else { Err(unavailable()) }
+    }
+
+    async fn load(&self) -> Result<Directory, StoreError> {
+        unreachable!()
+    }
+}
+
+/// A service on the ledger `sqlite`, with one pool.
+fn service_on(sqlite: &Arc<HeldLedger>, stores: &Arc<Stores>) -> Service {
+    let allocation = AllocationSpec { api_key_id: "A".to_owned(), weight: 100.0, ..Default::default() };
+    let spec = PoolSpec {
+        pool_id: "p".to_owned(),
+        name: "p".to_owned(),
+        connection_ids: vec!["c1".to_owned()],
+        allocations: vec![allocation],
+        ..Default::default()
+    };
+    let created = Directory::default().apply(Change::CreatePool(spec), T0).expect("the pool is valid");
+    let counters = Counters { place: Place::Sqlite, ledger: sqlite.clone(), drivers: stores.clone() };
+    let start = Start {
+        replica_id: "replica".to_owned(),
+        settings: Settings {
+            saturation_threshold: 0.5,
+            soft_deprioritize_factor: 0.7,
+            consumption_retention_days: 14,
+        },
+        id_life_ms: 1,
+        signal_ttl_ms: 1,
+        store: Configured { driver: StoreDriver::Sqlite, redis_url: None, redis_url_unreadable: false },
+    };
+    let clock: Arc<dyn Clock> = Arc::new(ManualClock::new(T0));
+    Service::new(created.expect("a pool is written").next, stores.clone(), counters, clock, start)
+}
+
+async fn ask(service: Service) -> Decision {
+    let call = EnforceCall {
+        api_key: ApiKeyId::parse("", "A").expect("a key"),
+        connection: ConnectionId::parse("", "c1").expect("a connection"),
+        model: None,
+        estimate: Cost::default(),
+        reserve: None,
+    };
+    service.enforce(call).await.expect("an answer, though without counters")
+}
+
+fn to_redis() -> SettingsUpdate {
+    let redis_url = Some(Secret::from(UNREACHABLE.to_owned()));
+    SettingsUpdate { store_driver: Some(StoreDriver::Redis), redis_url, ..Default::default() }
+}
+
+#[tokio::test]
+async fn calls_finish_on_the_ledger_that_they_began_on_and_then_it_is_closed() {
+    let (sqlite, redis) = (HeldLedger::new(0), HeldLedger::new(1));
+    let (opens, commits) = (AtomicBool::new(true), AtomicBool::new(true));
+    let stores = Arc::new(Stores { redis: redis.clone(), opens, commits });
+    let service = service_on(&sqlite, &stores);
+    // More than a thread has guards that cost nothing.
+    let mut early: Vec<_> = (0..20).map(|_| tokio::spawn(ask(service.clone()))).collect();
+    while sqlite.seen().0 < early.len() {
+        tokio::task::yield_now().await;
+    }
+    let switch = tokio::spawn({
+        let service = service.clone();
+        async move { service.update_settings(to_redis()).await }
+    });
+    while service.driver() == StoreDriver::Sqlite {
+        tokio::task::yield_now().await;
+    }
+
+    assert!(matches!(ask(service.clone()).await.found, Found::Degraded(_)));
+    assert_eq!(redis.seen(), (1, false), "a new call goes to the new ledger while old ones wait");
+    sqlite.may_answer.add_permits(early.len() - 1);
+    let last = early.pop().expect("the last one waits");
+    for call in early {
+        call.await.expect("answered by an open ledger");
+    }
+    tokio::time::sleep(SOON).await;
+    assert!(!sqlite.seen().1 && !switch.is_finished(), "one call is under way");
+    sqlite.may_answer.add_permits(1);
+    last.await.expect("answered by an open ledger");
+    let view = switch.await.expect("no panic").expect("the setting is stored").0;
+    assert_eq!(
+        (view.store_driver, sqlite.seen(), redis.seen()),
+        (StoreDriver::Redis, (20, true), (1, false))
+    );
+}
+
+#[tokio::test]
+async fn what_cannot_be_opened_or_stored_takes_nothing_over() {
+    // the other ledger opens, the setting is stored | the other ledger was closed again
+    for (opens, commits, closed) in [(false, true, false), (true, false, true)] {
+        let (sqlite, redis) = (HeldLedger::new(1), HeldLedger::new(0));
+        let (opens, commits) = (AtomicBool::new(opens), AtomicBool::new(commits));
+        let stores = Arc::new(Stores { redis: redis.clone(), opens, commits });
+        let service = service_on(&sqlite, &stores);
+        let before = service.directory().revision();
+        let refused = service.update_settings(to_redis()).await;
+        assert!(matches!(refused, Err(AdminError::Store(_))), "{refused:?}");
+        assert_eq!((service.directory().revision(), service.driver()), (before, StoreDriver::Sqlite));
+        ask(service.clone()).await;
+        assert_eq!((sqlite.seen(), redis.seen()), ((1, false), (0, closed)));
+    }
+}
+
+/// Whoever asks for the change may hang up: it is made all the same.
+#[tokio::test]
+async fn a_change_of_driver_outlives_its_caller() {
+    let (sqlite, redis) = (HeldLedger::new(0), HeldLedger::new(0));
+    let (opens, commits) = (AtomicBool::new(true), AtomicBool::new(true));
+    let service = service_on(&sqlite, &Arc::new(Stores { redis, opens, commits }));
+    let call = tokio::spawn(ask(service.clone()));
+    while sqlite.seen().0 == 0 {
+        tokio::task::yield_now().await;
+    }
+    let hung_up = timeout(SOON, service.update_settings(to_redis())).await;
+    assert!(hung_up.is_err(), "a call is under way");
+    sqlite.may_answer.add_permits(1);
+    call.await.expect("answered by an open ledger");
+    service.finish_changes().await;
+    assert_eq!((service.driver(), sqlite.seen().1), (StoreDriver::Redis, true));
+}
