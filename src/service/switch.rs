@@ -16,7 +16,7 @@ use crate::{
     store::{Choice, Ledger, OpenLedger, Place},
 };
 
-/// How long calls that began on a former ledger get to finish on it. None takes longer than its store.
+/// How long a former ledger waits for calls that began on it. Those of a slower store are left to its close.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The counters that a service starts with, and where it gets others.
@@ -137,7 +137,10 @@ impl Service {
         let (ledger, unused) = (Arc::clone(&former.ledger), former.unused.clone());
         drop(former);
         if timeout(FINISH_TIMEOUT, unused.cancelled()).await.is_err() {
-            tracing::warn!(?FINISH_TIMEOUT, "calls that began on the former counters were cut off");
+            tracing::warn!(
+                ?FINISH_TIMEOUT,
+                "calls are still under way on the former driver, which is closed"
+            );
         }
         ledger.close().await;
     }
