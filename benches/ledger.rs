@@ -2,7 +2,7 @@
 //! pools; and the memory that a key takes, here or in Redis.
 //!
 //! ```sh
-//! cargo bench --bench ledger
+//! cargo bench --bench ledger [-- sqlite | redis]
 //! ```
 
 mod redis;
@@ -61,8 +61,14 @@ struct Bench {
 
 #[tokio::main]
 async fn main() {
-    sqlite().await;
-    redis().await;
+    let only = std::env::args().nth(1).filter(|argument| !argument.starts_with("--"));
+    let wanted = |driver: &str| only.as_deref().is_none_or(|only| only == driver);
+    if wanted("sqlite") {
+        sqlite().await;
+    }
+    if wanted("redis") {
+        redis().await;
+    }
 }
 
 async fn sqlite() {
