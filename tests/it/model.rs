@@ -1,13 +1,16 @@
 //! One pool with its plan and its ledger, called the way the service calls them, with time in the test's hands.
 
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
 
 use quota_share::core::{
     account::{Observation, Unread},
     admission::{Reading, Reserved, Verdict},
     charge::{self, Charge},
     directory::{Change, Directory, PoolEntry},
-    ids::{ApiKeyId, CallId, ConnectionId, Fingerprint, Model, PoolId, ReservationId},
+    ids::{ApiKeyId, CallId, ConnectionId, Fingerprint, Model, PoolId, PoolRevision, ReservationId},
     ledger::{Consumption, Contradiction, HoldRequest, PoolLedger, Recorded, Settlement, UsageReading},
     plan::{DimensionKey, DimensionSpec, PlanSpec},
     pool::{AllocationSpec, PoolSpec},
@@ -25,6 +28,12 @@ pub(crate) const ID_LIFE_MS: u64 = 600_000;
 /// The pool's first connection, which serves requests.
 pub(crate) const CONNECTION: &str = "c0";
 const POOL: &str = "team";
+
+/// A life of a pool that no other test has.
+pub(crate) fn new_life() -> PoolRevision {
+    static LIVES: AtomicU64 = AtomicU64::new(1);
+    PoolRevision(LIVES.fetch_add(1, Ordering::Relaxed))
+}
 
 pub(crate) fn cost(unit: Unit, steps: u64) -> Cost {
     let mut cost = Cost::default();
@@ -112,6 +121,8 @@ pub(crate) struct Rig {
     pub(crate) serving: ConnectionId,
     /// What comes with the next record.
     pub(crate) observations: Vec<Observation>,
+    /// Names the life of the pool.
+    pub(crate) life: PoolRevision,
     directory: Directory,
     drawn: u64,
 }
@@ -120,12 +131,17 @@ impl Rig {
     pub(crate) fn new(pool: PoolSpec, plan: Vec<DimensionSpec>, now: Timestamp) -> Rig {
         let mut directory = Directory::default();
         apply(&mut directory, Change::CreatePool(pool));
-        let revision = entry(&directory).history.created_revision;
-        let ledger = PoolLedger::new(revision, now);
+        let life = entry(&directory).history.created_revision;
+        let ledger = PoolLedger::new(life, now);
         let (serving, observations) = (connection(CONNECTION), Vec::new());
-        let mut rig = Rig { ledger, now, serving, observations, directory, drawn: 0 };
+        let mut rig = Rig { ledger, now, serving, observations, life, directory, drawn: 0 };
         rig.put_plan(plan);
         rig
+    }
+
+    /// The same in another life of the pool, so that one store serves many.
+    pub(crate) fn in_life(self, life: PoolRevision) -> Rig {
+        Rig { ledger: PoolLedger::new(life, self.now), life, ..self }
     }
 
     pub(crate) fn wait(&mut self, ms: u64) {
@@ -152,7 +168,9 @@ impl Rig {
     pub(crate) fn charge(&self, call: &Call) -> Charge {
         let entry = self.entry();
         let allocation = entry.pool.allocation(&call.key).expect("a key of the pool");
-        Charge::new(&entry, allocation, &self.serving, call.model_id().as_ref(), &call.cost, THRESHOLD)
+        let model = call.model_id();
+        let charge = Charge::new(&entry, allocation, &self.serving, model.as_ref(), &call.cost, THRESHOLD);
+        Charge { pool: self.life, ..charge }
     }
 
     pub(crate) fn reading(&mut self, call: &Call) -> Reading {
@@ -180,16 +198,21 @@ impl Rig {
         request_id: &str,
     ) -> Result<Decided, Contradiction> {
         let charge = self.charge(call);
-        let wish = HoldRequest {
+        let wish = self.wish(call, reserve_for_ms, request_id);
+        let enforced = self.ledger.enforce(&charge, wish, self.now)?;
+        Ok((Verdict::of(&charge, &enforced.reading), enforced.reserved))
+    }
+
+    /// The wish to hold what the call is expected to cost, under the next name.
+    pub(crate) fn wish(&mut self, call: &Call, reserve_for_ms: u64, request_id: &str) -> HoldRequest {
+        HoldRequest {
             random: self.draw(),
             connection: self.serving.clone(),
             model: call.model_id(),
             reserve_for_ms,
             request_id: request_id.to_owned(),
             fingerprint: call.fingerprint(),
-        };
-        let enforced = self.ledger.enforce(&charge, wish, self.now)?;
-        Ok((Verdict::of(&charge, &enforced.reading), enforced.reserved))
+        }
     }
 
     /// A hold that is sure to be made.
@@ -205,9 +228,20 @@ impl Rig {
         idempotency_key: &str,
         reservation: &str,
     ) -> Result<Recorded, Contradiction> {
+        let consumption = self.consumption(call, idempotency_key, reservation);
+        self.ledger.record(&consumption, self.now)
+    }
+
+    /// What is recorded of the call, together with the observations that wait for it.
+    pub(crate) fn consumption(
+        &mut self,
+        call: &Call,
+        idempotency_key: &str,
+        reservation: &str,
+    ) -> Consumption {
         let entry = self.entry();
         let allocation = entry.pool.allocation(&call.key);
-        let consumption = Consumption {
+        Consumption {
             api_key: key(&call.key),
             connection: Some(self.serving.clone()),
             cost: call.cost,
@@ -223,8 +257,7 @@ impl Rig {
                 .map(|text| CallId::of_idempotency_key(&self.serving, text)),
             fingerprint: call.fingerprint(),
             id_life_ms: ID_LIFE_MS,
-        };
-        self.ledger.record(&consumption, self.now)
+        }
     }
 
     /// Usage of all dimensions of the plan.
@@ -259,6 +292,11 @@ impl Rig {
         usage.keys.get(&key(text)).map_or((0.0, 0.0), |seen| seen[0])
     }
 
+    /// Leaves out so many names of reservations, which somebody else may have drawn.
+    pub(crate) fn skip_names(&mut self, count: u64) {
+        self.drawn += count;
+    }
+
     /// Names the next reservation as `other` will.
     pub(crate) fn skip_names_of(&mut self, other: &Rig) {
         self.drawn = other.drawn;
@@ -282,6 +320,8 @@ fn entry(directory: &Directory) -> Arc<PoolEntry> {
 }
 
 fn apply(directory: &mut Directory, change: Change) {
-    let applied = directory.apply(change, START).expect("a valid change").expect("something to do");
-    *directory = applied.next;
+    // What is there already changes nothing.
+    if let Some(applied) = directory.apply(change, START).expect("a valid change") {
+        *directory = applied.next;
+    }
 }
