@@ -30,8 +30,10 @@ enum Step {
     Reset { key: Option<usize>, percent: Option<bool> },
 }
 
+/// What a provider says of an account's dimension.
 #[derive(Clone, Copy, Debug)]
-struct Figure {
+pub(crate) struct Figure {
+    /// Of which of the two.
     percent: bool,
     hundredths: u32,
     age_ms: u64,
@@ -39,6 +41,35 @@ struct Figure {
     ends_in_ms: Option<u64>,
     anchors: bool,
     age_known: bool,
+}
+
+impl Figure {
+    /// The figure as it is read at `now`, of `dimension`.
+    pub(crate) fn observed(
+        self,
+        dimension: DimensionKey,
+        now: Timestamp,
+        alone: bool,
+        believed: bool,
+    ) -> Observation {
+        let observed_at = Timestamp::from_unix_ms(now.unix_ms() - self.age_ms);
+        let fits = |ms: &u64| *ms <= dimension.window.length_ms() * 21 / 20;
+        let reset = match self.ends_in_ms {
+            Some(ms) if self.anchors && fits(&ms) => Reset::WindowEnd(observed_at.plus_ms(ms)),
+            Some(ms) => Reset::Refill(observed_at.plus_ms(ms)),
+            None => Reset::Unknown,
+        };
+        Observation {
+            dimension,
+            fraction: f64::from(self.hundredths) / 100.0,
+            observed_at,
+            reset,
+            life_ms: 30_000,
+            believed,
+            age_known: self.age_known,
+            alone,
+        }
+    }
 }
 
 fn percent() -> DimensionKey {
@@ -50,7 +81,7 @@ fn hourly() -> DimensionKey {
 }
 
 /// Mostly ends of the same few windows, a little off.
-fn any_figure() -> impl Strategy<Value = Figure> {
+pub(crate) fn any_figure() -> impl Strategy<Value = Figure> {
     let ends_in_ms = prop_oneof![
         2 => Just(None),
         4 => (1..4u64, 0..5_000u64).prop_map(|(quarters, off)| Some(quarters * 900_000 + off)),
@@ -119,25 +150,8 @@ impl World {
     }
 
     fn observation(&self, figure: Figure, believed: bool) -> Observation {
-        let Figure { percent: of_percent, hundredths, age_ms, ends_in_ms, anchors, age_known } = figure;
-        let of = if of_percent { percent() } else { hourly() };
-        let observed_at = Timestamp::from_unix_ms(self.rig.now.unix_ms() - age_ms);
-        let fits = |ms: &u64| *ms <= of.window.length_ms() * 21 / 20;
-        let reset = match ends_in_ms {
-            Some(ms) if anchors && fits(&ms) => Reset::WindowEnd(observed_at.plus_ms(ms)),
-            Some(ms) => Reset::Refill(observed_at.plus_ms(ms)),
-            None => Reset::Unknown,
-        };
-        Observation {
-            dimension: of,
-            fraction: f64::from(hundredths) / 100.0,
-            observed_at,
-            reset,
-            life_ms: 30_000,
-            believed,
-            age_known,
-            alone: self.connections == 1,
-        }
+        let of = if figure.percent { percent() } else { hourly() };
+        figure.observed(of, self.rig.now, self.connections == 1, believed)
     }
 
     fn call(&self, key: usize, requests: u64, tokens: u64, percent: u64) -> Call {

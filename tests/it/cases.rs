@@ -7,7 +7,8 @@ use proptest::{
     test_runner::{Config, RngAlgorithm, TestCaseError, TestRng, TestRunner},
 };
 use quota_share::core::{
-    admission::{Level, Release, Verdict},
+    admission::{Level, Reading, Release, Verdict},
+    charge::Charge,
     ids::ReservationId,
     ledger::{Contradiction, Recorded, UsageReading},
     plan::DimensionSpec,
@@ -23,7 +24,7 @@ pub(crate) const SHORT: &[&str] = &["1s", "1s", "2s", "3s"];
 pub(crate) const MIXED: &[&str] = &["1s", "10s", "hourly", "5h", "weekly"];
 
 /// The only model that has caps.
-const CAPPED_MODEL: &str = "m";
+pub(crate) const CAPPED_MODEL: &str = "m";
 /// Records, but has no allocation.
 const LEFT: &str = "left";
 const KEYS: [&str; 4] = ["a", "b", "c", "d"];
@@ -97,9 +98,19 @@ pub(crate) struct Snapshot {
 /// What one charge sees, and the answer to it.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Seen {
-    levels: Vec<Level>,
+    pub(crate) levels: Vec<Level>,
     releases: Vec<Release>,
-    verdict: Verdict,
+    pub(crate) verdict: Verdict,
+}
+
+impl Seen {
+    /// What `reading` means to `charge`.
+    pub(crate) fn of(charge: &Charge, reading: Reading) -> Seen {
+        let verdict = Verdict::of(charge, &reading);
+        let levels = charge.checks.iter().zip(&reading.counters);
+        let levels = levels.map(|(check, counters)| check.level(counters, reading.at));
+        Seen { levels: levels.collect(), releases: reading.releases, verdict }
+    }
 }
 
 impl Case {
@@ -206,10 +217,7 @@ impl Player {
     fn see(&mut self, call: &Call) -> Seen {
         let charge = self.rig.charge(call);
         let reading = self.rig.reading(call);
-        let verdict = Verdict::of(&charge, &reading);
-        let levels = charge.checks.iter().zip(&reading.counters);
-        let levels = levels.map(|(check, counters)| check.level(counters, reading.at));
-        Seen { levels: levels.collect(), releases: reading.releases, verdict }
+        Seen::of(&charge, reading)
     }
 }
 
@@ -299,7 +307,7 @@ fn any_ceiling(unit: Unit, keys: u32) -> BoxedStrategy<f64> {
     (most * keys / 10..=most * keys).prop_map(move |steps| f64::from(steps) / one).boxed()
 }
 
-fn any_plan(windows: &'static [&'static str]) -> impl Strategy<Value = Vec<DimensionSpec>> {
+pub(crate) fn any_plan(windows: &'static [&'static str]) -> impl Strategy<Value = Vec<DimensionSpec>> {
     let dimension = (any_unit(), select(windows)).prop_flat_map(|(unit, window)| {
         prop::option::weighted(0.85, any_ceiling(unit, 4))
             .prop_map(move |limit| dimension_spec(unit, window, limit))
@@ -316,7 +324,7 @@ fn any_plan(windows: &'static [&'static str]) -> impl Strategy<Value = Vec<Dimen
     })
 }
 
-fn any_pool(windows: &'static [&'static str]) -> impl Strategy<Value = PoolSpec> {
+pub(crate) fn any_pool(windows: &'static [&'static str]) -> impl Strategy<Value = PoolSpec> {
     let threshold = prop_oneof![4 => Just(None), 4 => select(vec![0.0, 0.1, 0.3, 0.8, 1.0]).prop_map(Some)];
     let owner_reserve = select(vec![0.0, 0.0, 0.1, 0.25, 1.0 / 3.0]);
     (any_allocations(windows), 1..=3usize, threshold, owner_reserve).prop_map(

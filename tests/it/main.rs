@@ -8,6 +8,7 @@ mod codex_hour;
 mod command_line;
 mod contract;
 mod drivers;
+mod drivers_agree;
 mod failed_commits;
 mod harness;
 mod headers;
