@@ -1,15 +1,16 @@
 //! Two texts of one thing are asked the same random questions: whatever happens to a pool, a driver answers what the pure
 //! ledger answers.
 //!
-//! A driver may drop what has aged out whenever it likes, as `PoolLedger::compact` does, and that can be seen: rates begin
-//! anew, and no rise is split by old records. So there are as many specifications as there are moments at which that makes
-//! a difference, and the driver has to go on being one of them.
+//! A driver may drop what has aged out, as `PoolLedger::compact` does, and that can be seen: rates begin anew, no rise is
+//! split by old records, and a clock that goes back finds less ahead of it. So there are as many specifications as there
+//! are moments at which that makes a difference, and the driver has to go on being one of them. Of what nobody sees before
+//! the clock goes back, the moment just before is the only one that is followed.
 
 use std::{
     cell::RefCell,
     collections::{BTreeMap, BTreeSet},
     fmt::{self, Debug},
-    sync::Arc,
+    sync::{Arc, OnceLock},
 };
 
 use proptest::{
@@ -110,7 +111,7 @@ const WINDOWS: &[&str] = &["1s", "10s", "hourly", "hourly", "5h", "weekly"];
 /// Of one history: fewer reservations than are followed one by one.
 const STEPS_MAX: usize = 50;
 /// More moments than that are not followed.
-const SPECIFICATIONS_MAX: usize = 32;
+const SPECIFICATIONS_MAX: usize = 64;
 
 /// A pool and what happens to it.
 #[derive(Clone)]
@@ -421,8 +422,6 @@ struct Twins<'a> {
     made: Vec<Made>,
     /// What can be repeated.
     last: Option<Step>,
-    /// The clock has gone back so far that a driver may compact at any time.
-    went_back: bool,
     /// When something ends.
     ends: Vec<Timestamp>,
     tally: Tally,
@@ -441,7 +440,10 @@ pub(crate) async fn agree(
         twins.step(history, step).await?;
     }
     twins.look().await?;
-    ledger.remove(twins.rig.life).await.map_err(|error| TestCaseError::fail(error.to_string()))?;
+    let life = twins.rig.life;
+    ledger.remove(life).await.map_err(|error| TestCaseError::fail(error.to_string()))?;
+    let gone = ledger.totals(life, &[], &[]).await;
+    prop_assert!(matches!(gone, Err(LedgerError::PoolRemoved)), "{gone:?}");
     Ok(twins.tally)
 }
 
@@ -455,17 +457,13 @@ impl<'a> Twins<'a> {
         let specifications = vec![PoolLedger::new(life, now)];
         let dimensions = rig.entry().dimension_keys();
         let (made, last, ends, tally) = Default::default();
-        let (plan, went_back) = (history.plan.clone(), false);
-        Self { ledger, clock, rig, specifications, plan, dimensions, made, last, went_back, ends, tally }
+        let plan = history.plan.clone();
+        Self { ledger, clock, rig, specifications, plan, dimensions, made, last, ends, tally }
     }
 
     async fn step(&mut self, history: &History, step: &Step) -> Result<(), TestCaseError> {
-        let before = self.rig.now;
         self.pass(step.wait);
-        let ages = self.rig.now != before || self.went_back;
-        if ages {
-            self.may_compact();
-        }
+        self.may_compact(false);
         let done = self.resolved(step);
         let connections = self.rig.entry().pool.connections.clone();
         self.rig.serving = done.connection.get(&connections).clone();
@@ -474,9 +472,7 @@ impl<'a> Twins<'a> {
             TestCaseError::Fail(why) => TestCaseError::fail(format!("{done:?}\n{why}")),
             other => other,
         })?;
-        if ages {
-            self.may_compact();
-        }
+        self.may_compact(false);
         Ok(())
     }
 
@@ -515,7 +511,9 @@ impl<'a> Twins<'a> {
             }
             Wait::Back(ms) => {
                 let believed = ms > HOUR_MS;
-                self.went_back |= believed;
+                if believed {
+                    self.may_compact(true);
+                }
                 let how = if believed { "by more than is waited for" } else { "a little" };
                 hit(&mut self.tally, format!("clock back {how}"));
                 Timestamp::from_unix_ms(now.unix_ms() - ms)
@@ -524,8 +522,9 @@ impl<'a> Twins<'a> {
         self.clock.set(self.rig.now);
     }
 
-    /// The driver may compact now: where that makes a difference there is one more specification.
-    fn may_compact(&mut self) {
+    /// The driver may compact now: where that makes a difference there is one more specification. What is `unseen` makes
+    /// none before the clock goes back: then what has aged out lies ahead, and counts once more where it is still kept.
+    fn may_compact(&mut self, unseen: bool) {
         let now = self.rig.now;
         let mut compacted = Vec::new();
         for kept in &mut self.specifications {
@@ -534,7 +533,8 @@ impl<'a> Twins<'a> {
             kept.take_changes();
             let mut ledger = kept.clone();
             ledger.compact(now);
-            if !ledger.take_changes().is_empty() || rates(&mut ledger) != before {
+            let changes = ledger.take_changes();
+            if unseen || !changes.is_empty() || rates(&mut ledger) != before {
                 compacted.push(ledger);
             }
         }
@@ -566,14 +566,22 @@ impl<'a> Twins<'a> {
         is_same: impl Fn(&T, &T) -> bool,
     ) -> Result<(), TestCaseError> {
         let now = self.rig.now;
+        let before = self.specifications.clone();
         let mut other = None;
-        self.specifications.retain_mut(|specification| {
+        let mut answers_alike = |specification: &mut PoolLedger| {
             let want = ask(specification, now);
             specification.take_changes();
             let same = is_same(&want, got);
             other = other.take().or((!same).then_some(want));
             same
-        });
+        };
+        self.specifications.retain_mut(&mut answers_alike);
+        if self.specifications.is_empty() {
+            // It may have compacted since the last call.
+            self.specifications = before;
+            self.specifications.iter_mut().for_each(|specification| specification.compact(now));
+            self.specifications.retain_mut(answers_alike);
+        }
         match other {
             Some(want) if self.specifications.is_empty() => {
                 Err(TestCaseError::fail(format!("the driver says\n{got:#?}\nand is to say\n{want:#?}")))
@@ -858,8 +866,11 @@ impl<'a> Twins<'a> {
         let place = |(id, hold): &(ReservationId, Arc<Hold>)| (hold.deadline, id.random);
         let after = all.get(all.len() / 2).map(place);
         let of = all.last().map(|(_, hold)| hold.api_key.clone());
-        let got = answered(self.ledger.reservations(life, after, of.as_ref(), 2).await)?;
-        self.same(&got, |ledger, now| Ok(ledger.reservations(after, of.as_ref(), 2, now)))
+        for (after, count) in [(after, 2), (None, 1)] {
+            let got = answered(self.ledger.reservations(life, after, of.as_ref(), count).await)?;
+            self.same(&got, |ledger, now| Ok(ledger.reservations(after, of.as_ref(), count, now)))?;
+        }
+        Ok(())
     }
 
     fn tally_contradiction<T>(&mut self, got: &Result<T, Contradiction>) {
@@ -876,7 +887,13 @@ fn cases() -> u32 {
 }
 
 /// One share of the histories on a store of its own, the same ones each time; how often what has happened.
-fn work<F: Future<Output = Driver>>(worker: u32, start: fn() -> F) -> Result<Tally, String> {
+///
+/// `failed` is the first worker that finds a difference. It alone looks for a short history; the others stop.
+fn work<F: Future<Output = Driver>>(
+    worker: usize,
+    start: fn() -> F,
+    failed: &OnceLock<usize>,
+) -> Result<Tally, String> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
     let runtime = runtime.expect("a runtime");
     let driver = runtime.block_on(start());
@@ -884,24 +901,38 @@ fn work<F: Future<Output = Driver>>(worker: u32, start: fn() -> F) -> Result<Tal
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &[worker as u8; 32]);
     let tally = RefCell::new(Tally::new());
     let ran = TestRunner::new_with_rng(config, rng).run(&any_history(), |history| {
-        let of_history = runtime.block_on(agree(&*driver.ledger, &driver.clock, &history))?;
-        of_history
-            .into_iter()
-            .for_each(|(what, count)| *tally.borrow_mut().entry(what).or_default() += count);
-        Ok(())
+        if failed.get().is_some_and(|first| *first != worker) {
+            return Ok(());
+        }
+        match runtime.block_on(agree(&*driver.ledger, &driver.clock, &history)) {
+            Ok(of_history) => {
+                add(&mut tally.borrow_mut(), of_history);
+                Ok(())
+            }
+            Err(_) if *failed.get_or_init(|| worker) != worker => Ok(()),
+            difference => difference.map(|_| ()),
+        }
     });
     runtime.block_on(driver.ledger.close());
     ran.map(|()| tally.into_inner()).map_err(|failure| failure.to_string())
 }
 
+fn add(tally: &mut Tally, more: Tally) {
+    more.into_iter().for_each(|(what, count)| *tally.entry(what).or_default() += count);
+}
+
+/// Puts the histories to the driver that `start` starts.
 fn agrees<F: Future<Output = Driver>>(start: fn() -> F) {
-    let tallies: Result<Vec<Tally>, String> = std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..WORKERS).map(|worker| scope.spawn(move || work(worker, start))).collect();
+    let failed = OnceLock::new();
+    let tallies: Vec<Result<Tally, String>> = std::thread::scope(|scope| {
+        let work = |worker| work(worker, start, &failed);
+        let workers: Vec<_> = (0..WORKERS as usize).map(|worker| scope.spawn(move || work(worker))).collect();
         workers.into_iter().map(|worker| worker.join().expect("it does not panic")).collect()
     });
-    let tallies = tallies.unwrap_or_else(|failure| panic!("{failure}"));
     let mut tally = Tally::new();
-    tallies.into_iter().flatten().for_each(|(what, count)| *tally.entry(what).or_default() += count);
+    for of_worker in tallies {
+        add(&mut tally, of_worker.unwrap_or_else(|difference| panic!("{difference}")));
+    }
     let of = |what: &&&str| tally.get(**what).copied().unwrap_or_default();
     let rare: Vec<_> = HIT.iter().filter(|what| of(what) < HIT_MIN).collect();
     assert!(rare.is_empty() || cases() < CASES, "hardly ever: {rare:?} of {tally:#?}");

@@ -804,7 +804,9 @@ async fn a_figure_without_an_end_is_believed_for_its_life(driver: Driver) {
     pool.must_report(said(percent(), 1.0, START)).await;
     assert_eq!(pool.ask(&a(0)).await.block(), Some(BlockReason::GlobalSaturated));
     pool.at(30 * SECOND_MS - 1);
-    assert_eq!(pool.ask(&a(0)).await.block(), Some(BlockReason::GlobalSaturated));
+    let verdict = pool.ask(&a(0)).await;
+    assert_eq!(verdict.block(), Some(BlockReason::GlobalSaturated));
+    assert_eq!(verdict.allowed_after_ms, None, "the next figure may say the same");
     pool.at(30 * SECOND_MS);
     assert_eq!(pool.ask(&a(0)).await.block(), None);
     let usage = pool.usage().await;
@@ -829,6 +831,8 @@ async fn in_a_window_of_the_provider_everything_counts_until_its_end(driver: Dri
     assert!(pool.usage().await.keys.is_empty());
     pool.must_record(&a(4)).await;
     assert_eq!(pool.total(hourly()).await, (4.0, 0.0));
+    let left = pool.ask(&a(0)).await.findings[0].remaining;
+    assert_eq!(left, Some(96.0), "what the provider has forgotten is not seen");
     pool.at(130 * MINUTE_MS + HOUR_MS);
     assert_eq!(pool.total(hourly()).await.0, 4.0 * 50.0 / 60.0, "and slides again");
 }
