@@ -181,8 +181,7 @@ impl Bench {
                     request_id: name,
                     fingerprint: self.world.fingerprint(&asker.0),
                 };
-                let held =
-                    self.ledger.enforce(&self.world.charge(asker), wish).await.expect("an answer");
+                let held = self.ledger.enforce(&self.world.charge(asker), wish).await.expect("an answer");
                 let id = held.reserved.expect("the plan never binds").id;
                 let (pool, mut consumption) = self.world.consumption(asker, None);
                 let call = CallId::of_reservation_id(&id.to_string());

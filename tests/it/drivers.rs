@@ -1,20 +1,24 @@
 //! The drivers of `Ledger`, each with a store of its own and with time in the test's hands.
 
-use std::{any::Any, sync::Arc};
+use std::{any::Any, sync::Arc, time::Duration};
 
 use quota_share::{
     clock::ManualClock,
     core::directory::Directory,
     store::{
         Ledger,
+        redis::{RedisLedger, RedisOptions, RedisUrl},
         sqlite::{SqliteLedger, SqliteStore},
     },
 };
 use tempfile::TempDir;
 
-use crate::model::START;
+use crate::{
+    harness::{PATIENCE, TestCluster, TestRedis, redis_is_missing},
+    model::START,
+};
 
-/// A ledger to be tested. The store ends with it.
+/// A ledger to be tested. A store of its own ends with it.
 pub(crate) struct Driver {
     pub(crate) ledger: Arc<dyn Ledger>,
     /// Another on the same store, as another replica has it; where only one process has the store, the same.
@@ -25,12 +29,45 @@ pub(crate) struct Driver {
 }
 
 /// Counters in memory and in a database in a temporary folder.
-pub(crate) async fn sqlite() -> Driver {
+pub(crate) async fn sqlite() -> Option<Driver> {
     let clock = Arc::new(ManualClock::new(START));
     let folder = TempDir::new().expect("a temporary folder");
     let store = SqliteStore::open(folder.path()).await.expect("a new database");
     let nothing = Directory::default();
     let ledger = SqliteLedger::start(&store, &nothing, Arc::clone(&clock) as _, |_| {}).await;
     let ledger: Arc<dyn Ledger> = Arc::new(ledger.expect("nothing to load"));
-    Driver { other: Arc::clone(&ledger), ledger, clock, _store: Box::new((store, folder)) }
+    Some(Driver { other: Arc::clone(&ledger), ledger, clock, _store: Box::new((store, folder)) })
+}
+
+/// Counters in the Redis that tests share.
+pub(crate) async fn redis() -> Option<Driver> {
+    if redis_is_missing() { None } else { Some(replicas(&TestRedis::shared().await.url()).await) }
+}
+
+/// Counters in the cluster that tests share.
+pub(crate) async fn cluster() -> Option<Driver> {
+    if redis_is_missing() { None } else { Some(replicas(&TestCluster::shared().await.url()).await) }
+}
+
+/// Two replicas of one Redis.
+async fn replicas(url: &str) -> Driver {
+    let clock = Arc::new(ManualClock::new(START));
+    let (ledger, other) = (replica(url, "one", &clock).await, replica(url, "two", &clock).await);
+    Driver { ledger, other, clock, _store: Box::new(()) }
+}
+
+/// A ledger that has reached its Redis.
+async fn replica(url: &str, name: &str, clock: &Arc<ManualClock>) -> Arc<dyn Ledger> {
+    let options = RedisOptions {
+        url: RedisUrl::parse(url).expect("a URL"),
+        replica_id: name.to_owned(),
+        // What a busy machine needs is no concern of these tests.
+        timeout: PATIENCE,
+        clock: Arc::clone(clock) as _,
+    };
+    let ledger = RedisLedger::start(options).await.expect("a URL that can be used");
+    while ledger.condition().failing.is_some() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    Arc::new(ledger)
 }

@@ -41,6 +41,7 @@ use crate::{
     account_properties::{Figure, any_figure},
     cases::{CAPPED_MODEL, Made, Seen, any_call, any_plan, any_pool},
     drivers::{self, Driver},
+    harness::redis_is_missing,
     model::{Call, ID_LIFE_MS, Rig, key, new_life},
 };
 
@@ -462,7 +463,14 @@ impl<'a> Twins<'a> {
     }
 
     async fn step(&mut self, history: &History, step: &Step) -> Result<(), TestCaseError> {
+        let goes_back = matches!(step.wait, Wait::Back(_));
+        if goes_back {
+            self.show_time().await?;
+        }
         self.pass(step.wait);
+        if goes_back {
+            self.show_time().await?;
+        }
         self.may_compact(false);
         let done = self.resolved(step);
         let connections = self.rig.entry().pool.connections.clone();
@@ -744,6 +752,13 @@ impl<'a> Twins<'a> {
         Ok(())
     }
 
+    /// Has the driver do something now: a read may leave the pool's clock alone, which is seen only if time goes back.
+    async fn show_time(&mut self) -> Result<(), TestCaseError> {
+        let id = ReservationId { pool: self.rig.life, random: [0xff; 12] };
+        let got = answered(self.ledger.release(id, None).await)?;
+        self.same(&got, |ledger, now| ledger.release(id, None, now))
+    }
+
     /// `said` of the plan's dimensions, if it has any.
     fn observations(&mut self, said: &[Said], believed: bool) -> Vec<Observation> {
         let entry = self.rig.entry();
@@ -889,14 +904,14 @@ fn cases() -> u32 {
 /// One share of the histories on a store of its own, the same ones each time; how often what has happened.
 ///
 /// `failed` is the first worker that finds a difference. It alone looks for a short history; the others stop.
-fn work<F: Future<Output = Driver>>(
+fn work<F: Future<Output = Option<Driver>>>(
     worker: usize,
     start: fn() -> F,
     failed: &OnceLock<usize>,
 ) -> Result<Tally, String> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
     let runtime = runtime.expect("a runtime");
-    let driver = runtime.block_on(start());
+    let driver = runtime.block_on(start()).expect("it was looked for");
     let config = Config { cases: cases().div_ceil(WORKERS), failure_persistence: None, ..Config::default() };
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &[worker as u8; 32]);
     let tally = RefCell::new(Tally::new());
@@ -922,7 +937,7 @@ fn add(tally: &mut Tally, more: Tally) {
 }
 
 /// Puts the histories to the driver that `start` starts.
-fn agrees<F: Future<Output = Driver>>(start: fn() -> F) {
+fn agrees<F: Future<Output = Option<Driver>>>(start: fn() -> F) {
     let failed = OnceLock::new();
     let tallies: Vec<Result<Tally, String>> = std::thread::scope(|scope| {
         let work = |worker| work(worker, start, &failed);
@@ -941,4 +956,18 @@ fn agrees<F: Future<Output = Driver>>(start: fn() -> F) {
 #[test]
 fn sqlite_agrees_with_the_specification() {
     agrees(drivers::sqlite);
+}
+
+#[test]
+fn redis_agrees_with_the_specification() {
+    if !redis_is_missing() {
+        agrees(drivers::redis);
+    }
+}
+
+#[test]
+fn a_redis_cluster_agrees_with_the_specification() {
+    if !redis_is_missing() {
+        agrees(drivers::cluster);
+    }
 }

@@ -12,11 +12,11 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use hashbrown::HashMap;
 
-pub use self::parts::{AccountPart, DimensionPart, KeyPart, Parts};
 pub use self::calls::{
     AccountUsage, CLOCK_STEP_MS, Change, Consumption, Contradiction, Ended, Enforced, Hold, HoldRequest,
     ID_LIFE_MS_MAX, RESERVE_MS_MAX, Recorded, ReservationState, Settlement, Size, UsageReading,
 };
+pub use self::parts::{AccountPart, DimensionPart, KeyPart, Parts};
 use super::{
     account::Account,
     admission::{Counter, Reserved},
@@ -345,7 +345,8 @@ impl PoolLedger {
         self.requests.expire(self.now);
     }
 
-    /// What was filed ahead of `clock` counts in its bucket; nothing lives longer from there than it could have.
+    /// What was filed ahead of `clock` and was still in view counts in its bucket; nothing lives longer from there than it
+    /// could have.
     fn step_back_to(&mut self, clock: Timestamp) {
         let until = std::mem::replace(&mut self.now, clock);
         let mut moved = Vec::new();
@@ -355,6 +356,17 @@ impl PoolLedger {
             let models = counters.models.iter_mut().map(|(cap, counter)| (CounterKey::from(&*cap), counter));
             for (counter_key, counter) in plan.chain(models) {
                 let bucket = counter_key.dimension.window.bucket(clock);
+                // What had aged out does not come back, whether it was dropped meanwhile or not.
+                let newest = counter_key.dimension.window.bucket(until);
+                let aged_out = counter
+                    .consumed
+                    .held()
+                    .into_iter()
+                    .filter(|(from, amount)| *from + 1 < newest && *amount > 0);
+                moved.extend(
+                    aged_out.map(|(from, amount)| (key.clone(), counter_key.clone(), from, -(amount as i64))),
+                );
+                counter.consumed.advance(newest);
                 let ahead = counter
                     .consumed
                     .held()

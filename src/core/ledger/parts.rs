@@ -66,11 +66,13 @@ impl PoolLedger {
     pub fn of_parts(pool: PoolRevision, parts: Parts) -> Self {
         let mut ledger = Self::new(pool, parts.now);
         let dimensions = parts.dimensions.into_iter();
-        ledger.dimensions =
-            dimensions.map(|DimensionPart { key, total, sampler }| PoolDimension { key, total, sampler }).collect();
+        ledger.dimensions = dimensions
+            .map(|DimensionPart { key, total, sampler }| PoolDimension { key, total, sampler })
+            .collect();
         let keys = parts.keys.into_iter();
-        ledger.keys =
-            keys.map(|KeyPart { key, dimensions, models }| (key, KeyCounters { dimensions, models })).collect();
+        ledger.keys = keys
+            .map(|KeyPart { key, dimensions, models }| (key, KeyCounters { dimensions, models }))
+            .collect();
         for AccountPart { account, head, shares } in parts.accounts {
             let accounts = ledger.accounts.entry(account.dimension).or_default();
             accounts.entry(account.connection).or_default().put(Some(head), shares);

@@ -255,9 +255,19 @@ impl Sender {
         clock: Arc<dyn crate::clock::Clock>,
     ) -> Self {
         let (ready, receiver) = mpsc::unbounded_channel();
-        let script_sha = Sha1::digest(SCRIPT).iter().map(|byte| format!("{byte:02x}")).collect::<String>().into();
+        let script_sha =
+            Sha1::digest(SCRIPT).iter().map(|byte| format!("{byte:02x}")).collect::<String>().into();
         let stop = CancellationToken::new();
-        let sender = Self(Arc::new(Inner { client, health, name, script_sha, clock, ready, unanswered: Arc::default(), stop }));
+        let sender = Self(Arc::new(Inner {
+            client,
+            health,
+            name,
+            script_sha,
+            clock,
+            ready,
+            unanswered: Arc::default(),
+            stop,
+        }));
         tokio::spawn(sender.clone().run(receiver));
         sender
     }

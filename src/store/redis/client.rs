@@ -33,8 +33,23 @@ const RECONNECT_MAX_MS: u32 = 1_000;
 
 /// Words by which Redis begins to say that it has not done what it was asked.
 const REFUSALS: [&str; 17] = [
-    "ASK", "BUSY", "CLUSTERDOWN", "ERR", "LOADING", "MASTERDOWN", "MISCONF", "MOVED", "NOAUTH", "NOPERM",
-    "NOREPLICAS", "NOSCRIPT", "OOM", "READONLY", "TRYAGAIN", "WRONGPASS", "WRONGTYPE",
+    "ASK",
+    "BUSY",
+    "CLUSTERDOWN",
+    "ERR",
+    "LOADING",
+    "MASTERDOWN",
+    "MISCONF",
+    "MOVED",
+    "NOAUTH",
+    "NOPERM",
+    "NOREPLICAS",
+    "NOSCRIPT",
+    "OOM",
+    "READONLY",
+    "TRYAGAIN",
+    "WRONGPASS",
+    "WRONGTYPE",
 ];
 /// Those of them that pass.
 const PASSING: [&str; 8] =
@@ -107,7 +122,8 @@ impl Client {
     /// Starts to connect, and goes on trying whenever a connection breaks. Call within a Tokio runtime.
     pub(super) fn start(url: &RedisUrl) -> Result<Self, Error> {
         let config = Config { fail_fast: false, ..url.config()? };
-        let performance = PerformanceConfig { default_command_timeout: CONNECT_TIMEOUT, ..Default::default() };
+        let performance =
+            PerformanceConfig { default_command_timeout: CONNECT_TIMEOUT, ..Default::default() };
         let connection = ConnectionConfig {
             connection_timeout: CONNECT_TIMEOUT,
             internal_command_timeout: CONNECT_TIMEOUT,
@@ -159,7 +175,11 @@ impl Client {
     }
 
     /// The same command on every node that keeps something.
-    pub(super) async fn on_every_node(&self, command: &Command, timeout: Duration) -> Vec<Result<Value, Failure>> {
+    pub(super) async fn on_every_node(
+        &self,
+        command: &Command,
+        timeout: Duration,
+    ) -> Vec<Result<Value, Failure>> {
         let nodes = if self.is_clustered() {
             self.0.active_connections().into_iter().map(Some).collect()
         } else {

@@ -121,9 +121,11 @@ impl Health {
         if header.repeated {
             return;
         }
-        for (total, count) in
-            [(&self.settled, header.settled), (&self.released, header.released), (&self.expired, header.expired)]
-        {
+        for (total, count) in [
+            (&self.settled, header.settled),
+            (&self.released, header.released),
+            (&self.expired, header.expired),
+        ] {
             total.fetch_add(count, Ordering::Relaxed);
         }
         if header.stepped_back {
@@ -160,7 +162,11 @@ impl Health {
     /// Another replica lays out what it keeps in a way that this version does not know.
     pub(super) fn met_layout(&self, layout: u32) {
         if self.newer_layout.swap(layout.into(), Ordering::Relaxed) != u64::from(layout) && layout > LAYOUT {
-            tracing::error!(layout, known = LAYOUT, "a newer version has used this Redis: upgrade this replica");
+            tracing::error!(
+                layout,
+                known = LAYOUT,
+                "a newer version has used this Redis: upgrade this replica"
+            );
         }
     }
 

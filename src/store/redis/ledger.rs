@@ -64,12 +64,17 @@ impl RedisLedger {
     /// # Errors
     /// The URL is none that can be used.
     pub async fn start(options: RedisOptions) -> Result<Self, StoreError> {
-        let unusable = |error| StoreError::Unavailable { store: STORE, doing: "connecting", source: Arc::new(error) };
+        let unusable =
+            |error| StoreError::Unavailable { store: STORE, doing: "connecting", source: Arc::new(error) };
         let client = Client::start(&options.url).map_err(unusable)?;
         let clock = Arc::clone(&options.clock);
         let health = Arc::new(Health::new(Arc::clone(&clock)));
-        let sender =
-            Sender::start(client.clone(), Arc::clone(&health), name_of(&options.replica_id), Arc::clone(&clock));
+        let sender = Sender::start(
+            client.clone(),
+            Arc::clone(&health),
+            name_of(&options.replica_id),
+            Arc::clone(&clock),
+        );
         let reader = Reader::start(client.clone(), Arc::clone(&health), clock);
         tokio::spawn(watch::run(client.clone(), Arc::clone(&health), sender.stopping()));
         Ok(Self { options, client, health, sender, reader, pools: papaya::HashMap::new() })
@@ -164,8 +169,8 @@ impl RedisLedger {
         let part = self.part(slot, Some(&charge.api_key), &dimensions, &charge.connections).await?;
         let Some((mut ledger, at, open_reservations)) = part else { return Ok(None) };
         let reading = ledger.check(charge, at);
-        let blocked = open_reservations > 0
-            && charge.findings(&reading).iter().any(|finding| finding.block.is_some());
+        let blocked =
+            open_reservations > 0 && charge.findings(&reading).iter().any(|finding| finding.block.is_some());
         // The script says what reservations give back, and when.
         Ok(if blocked { None } else { Some(reading) })
     }
@@ -367,7 +372,9 @@ impl Ledger for RedisLedger {
             }
         };
         if timeout(CLOSE_TIMEOUT, drained).await.is_err() {
-            tracing::warn!("Redis did not answer while the service closed it: it is not known what it has done of the last calls");
+            tracing::warn!(
+                "Redis did not answer while the service closed it: it is not known what it has done of the last calls"
+            );
         }
         self.sender.stop();
         self.client.quit().await;

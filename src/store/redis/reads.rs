@@ -199,9 +199,9 @@ impl Group {
 
 /// The instant in an answer of TIME.
 pub(super) fn instant_of(answer: Value) -> Option<Timestamp> {
-    let parts = entries_of(answer).into_iter().map(|part| {
-        std::str::from_utf8(&bytes_of(part)?).ok()?.parse::<u64>().ok()
-    });
+    let parts = entries_of(answer)
+        .into_iter()
+        .map(|part| std::str::from_utf8(&bytes_of(part)?).ok()?.parse::<u64>().ok());
     let [seconds, micros] = parts.collect::<Option<Vec<u64>>>()?[..] else { return None };
     Some(Timestamp::from_unix_ms(seconds * 1_000 + micros / 1_000))
 }

@@ -7,16 +7,16 @@ use serde::{Deserialize, Serialize, de::IgnoredAny};
 use serde_bytes::ByteArray;
 
 use crate::core::{
-        account::{Head, Observation, Share},
-        admission::{Counter, Reading},
-        burn_rate::{BurnRate, Sample, Sampler},
-        charge::Charge,
-        ids::{ApiKeyId, CallId, ConnectionId, Fingerprint, Model, PoolRevision, ReservationId},
-        ledger::{Consumption, Contradiction, DimensionPart, HoldRequest, KeyPart, Settlement},
-        plan::DimensionKey,
-        pool::ModelCapKey,
-        units::{Timestamp, Unit},
-        window::{SlidingCounter, Window},
+    account::{Head, Observation, Share},
+    admission::{Counter, Reading},
+    burn_rate::{BurnRate, Sample, Sampler},
+    charge::Charge,
+    ids::{ApiKeyId, CallId, ConnectionId, Fingerprint, Model, PoolRevision, ReservationId},
+    ledger::{Consumption, Contradiction, DimensionPart, HoldRequest, KeyPart, Settlement},
+    plan::DimensionKey,
+    pool::ModelCapKey,
+    units::{Timestamp, Unit},
+    window::{SlidingCounter, Window},
 };
 
 type Random = ByteArray<12>;
@@ -130,7 +130,11 @@ fn write_bytes(to: &mut Vec<u8>, bytes: &[u8]) {
 }
 
 /// `{sender, sequence, calls}`.
-pub(super) fn batch<'a>(sender: &[u8; 16], sequence: u64, calls: impl ExactSizeIterator<Item = &'a Call>) -> Vec<u8> {
+pub(super) fn batch<'a>(
+    sender: &[u8; 16],
+    sequence: u64,
+    calls: impl ExactSizeIterator<Item = &'a Call>,
+) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(1_024);
     // Writing to memory does not fail.
     let _ = encode::write_array_len(&mut bytes, 3);

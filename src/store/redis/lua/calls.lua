@@ -36,7 +36,8 @@ local function cut_ids(before, latest_record, latest_request)
   end
 end
 
--- What was filed ahead of the clock counts in its bucket; nothing lives longer from there than it could have.
+-- What was filed ahead of the clock and was still in view counts in its bucket; nothing lives longer from there than it
+-- could have.
 local function step_back()
   local before = now
   now = clock
@@ -48,6 +49,7 @@ local function step_back()
   for _, name in ipairs(names) do
     each_counter(name, function(counter, window, total)
       local bucket = floor(now / window)
+      counter_move(counter, floor(before / window))
       counter_rebase(counter, bucket)
       if total then
         local previous, current = seen_from(counter, bucket)
