@@ -116,7 +116,7 @@ impl Bench {
         println!(
             "| operations | in flight | a second | commits a second | operations a commit |\n|---|---|---|---|---|"
         );
-        for operations in [Operations::Check, Operations::ReserveAndSettle, Operations::Record] {
+        for operations in [Operations::Check, Operations::Record, Operations::ReserveAndSettle] {
             for in_flight in IN_FLIGHT {
                 let (done, commits) = Arc::clone(&self).run(operations, in_flight).await;
                 let each = if commits == 0.0 { "".to_owned() } else { format!("{:.1}", done / commits) };

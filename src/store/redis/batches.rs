@@ -40,6 +40,8 @@ pub(super) const SCRIPT: &str = concat!(
     include_str!("lua/rule.lua"),
     include_str!("lua/account.lua"),
     include_str!("lua/ledger.lua"),
+    include_str!("lua/accounts.lua"),
+    include_str!("lua/upkeep.lua"),
     include_str!("lua/calls.lua"),
     include_str!("lua/batch.lua"),
 );
