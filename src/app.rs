@@ -31,6 +31,8 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 const CUT_OFF_TIMEOUT: Duration = Duration::from_secs(1);
 /// How often what has ended is dropped from memory and from the database.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(60);
+/// How often it is looked whether the store of counters refuses.
+const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A running service.
 pub struct Running {
@@ -117,9 +119,9 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
         tokio::spawn(http::server(service.clone(), Arc::clone(&metrics), serving, listener, stop))
     });
     let sweeper = tokio::spawn(sweep(Arc::clone(&store), service.clone(), Arc::clone(&metrics), clock));
-    let disk_watcher = tokio::spawn(watch_disk(store.failing(), health.clone()));
+    let store_watcher = tokio::spawn(watch_stores(store.failing(), service.clone(), health.clone()));
     tracing::info!(driver = service.driver().name(), data = %store.path().display(), pools, http = http_address.map_or_else(|| "off".to_owned(), |address| address.to_string()), "listening on {address}");
-    let background = [sweeper, disk_watcher];
+    let background = [sweeper, store_watcher];
     Ok(Running {
         address,
         http_address,
@@ -200,11 +202,21 @@ pub async fn import(config: &Config, clock: Arc<dyn Clock>, import: Import) -> R
     Ok(imported?)
 }
 
-/// Health says whether everything can be done: decisions go on while the disk fails, records are refused.
-async fn watch_disk(mut failing: watch::Receiver<Option<StoreError>>, health: Health) {
-    while failing.changed().await.is_ok() {
-        let serving = failing.borrow_and_update().is_none();
-        health.set(serving).await;
+/// Health says whether everything can be done: decisions go on while the disk fails, records are refused; where the
+/// counters are laid out by a newer version, nothing is decided.
+async fn watch_stores(mut failing: watch::Receiver<Option<StoreError>>, service: Service, health: Health) {
+    let mut looks = tokio::time::interval(LOOK_INTERVAL);
+    let mut known = true;
+    loop {
+        tokio::select! {
+            changed = failing.changed() => if changed.is_err() { return },
+            _ = looks.tick() => {}
+        }
+        let serving = failing.borrow_and_update().is_none() && !service.refuses();
+        if serving != known {
+            health.set(serving).await;
+        }
+        known = serving;
     }
 }
 

@@ -290,13 +290,16 @@ impl Metrics {
 
     fn observe_store(&self, service: &Service) {
         type Read = fn(&Condition) -> u64;
-        let gauges: [(&'static str, &'static str, Read); 3] = [
+        let gauges: [(&'static str, &'static str, Read); 4] = [
             ("quota_share.reservations.open", "Reservations that hold something", |now| {
                 now.open_reservations
             }),
             ("quota_share.remembered_ids", "Ids that are remembered", |now| now.remembered_ids),
             ("quota_share.store.failing", "1 while nothing can be written", |now| {
                 u64::from(now.failing.is_some())
+            }),
+            ("quota_share.store.may_evict", "1 while Redis may drop counters when it is full", |now| {
+                u64::from(now.eviction_policy.is_some())
             }),
         ];
         for (name, description, read) in gauges {
@@ -317,6 +320,12 @@ impl Metrics {
                     counter.observe(count, &[KeyValue::new("how", how)]);
                 }
             })
+            .build();
+        let vanished = service.clone();
+        self.meter
+            .u64_observable_counter("quota_share.vanished_pools")
+            .with_description("Pools whose counters were gone from Redis before their time")
+            .with_callback(move |counter| counter.observe(vanished.condition().vanished_pools, &[]))
             .build();
         let service = service.clone();
         self.meter

@@ -91,6 +91,18 @@ impl Service {
             let steps = condition.clock_steps;
             warnings.push(format!("the clock went back by more than an hour, {steps} times since the start"));
         }
+        if condition.vanished_pools > 0 {
+            let pools = condition.vanished_pools;
+            warnings.push(format!(
+                "the counters of {pools} pools have vanished from Redis before their time since the start: were they \
+                 evicted or flushed?"
+            ));
+        }
+        if let Some(policy) = condition.eviction_policy {
+            warnings.push(format!(
+                "Redis may evict counters when its memory is full (maxmemory-policy {policy}): set it to noeviction"
+            ));
+        }
         let unmatched: Vec<&PoolEntry> = directory
             .pools_after(None)
             .map(|entry| &**entry)

@@ -87,6 +87,11 @@ impl Service {
         self.ledger_now().place.driver()
     }
 
+    /// Nothing is decided here until somebody acts.
+    pub fn refuses(&self) -> bool {
+        self.ledger_now().condition().refuses
+    }
+
     /// Why the driver in use is not the one that is asked for.
     pub(super) fn fallback(&self) -> Option<String> {
         self.0.fallback.lock().clone()

@@ -134,6 +134,8 @@ pub struct Condition {
     pub remembered_ids: u64,
     /// Reservations that have ended since the start.
     pub ended: Ended,
+    /// Nothing is decided here until somebody acts: another replica is to be asked.
+    pub refuses: bool,
     /// Pools whose counters were gone before their time, since the start.
     pub vanished_pools: u64,
     /// By which policy the store may drop counters when it is full; `None`: it never does.

@@ -42,6 +42,9 @@ const LOOK_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a closing ledger waits for what was asked of it.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 const CLOSE_PAUSE: Duration = Duration::from_millis(5);
+/// How long a start waits for the first answer, so that nothing is degraded where Redis is there.
+const START_TIMEOUT: Duration = Duration::from_secs(1);
+const START_PAUSE: Duration = Duration::from_millis(2);
 
 /// Counters of all pools in Redis.
 ///
@@ -58,8 +61,8 @@ pub struct RedisLedger {
 }
 
 impl RedisLedger {
-    /// Starts to connect; calls are answered with [`LedgerError::Unreachable`] until that has succeeded. Call within the
-    /// Tokio runtime that lasts as long.
+    /// Starts to connect, and waits a moment for Redis; calls are answered with [`LedgerError::Unreachable`] until it is
+    /// reached. Call within the Tokio runtime that lasts as long.
     ///
     /// # Errors
     /// The URL is none that can be used.
@@ -77,6 +80,13 @@ impl RedisLedger {
         );
         let reader = Reader::start(client.clone(), Arc::clone(&health), clock);
         tokio::spawn(watch::run(client.clone(), Arc::clone(&health), sender.stopping()));
+        let reached = async {
+            while health.failing().is_some() {
+                tokio::time::sleep(START_PAUSE).await;
+            }
+        };
+        // Without an answer it starts degraded.
+        let _ = timeout(START_TIMEOUT, reached).await;
         Ok(Self { options, client, health, sender, reader, pools: papaya::HashMap::new() })
     }
 
@@ -351,6 +361,7 @@ impl Ledger for RedisLedger {
             remembered_ids += known.remembered_ids;
         }
         Condition {
+            refuses: self.health.newer_layout().is_some(),
             failing: self.health.newer_layout().map(newer_layout).or_else(|| self.health.failing()),
             clock_steps: self.health.clock_steps(),
             open_reservations,
