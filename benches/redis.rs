@@ -36,7 +36,25 @@ impl Redis {
         format!("redis://127.0.0.1:{}", self.port)
     }
 
+    /// How long a PING takes: the median of many.
+    #[allow(dead_code)] // Not every bench asks.
+    pub(crate) fn ping(&self) -> Duration {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).expect("it listens");
+        stream.set_nodelay(true).expect("a socket");
+        let mut pings: Vec<Duration> = (0..5_000)
+            .map(|_| {
+                let began = Instant::now();
+                stream.write_all(b"PING\r\n").expect("it reads");
+                stream.read_exact(&mut [0; 7]).expect("it answers");
+                began.elapsed()
+            })
+            .collect();
+        pings.sort_unstable();
+        pings[pings.len() / 2]
+    }
+
     /// The bytes that it has in use.
+    #[allow(dead_code)] // Likewise.
     pub(crate) fn memory(&self) -> u64 {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).expect("it listens");
         stream.write_all(b"INFO memory\r\nQUIT\r\n").expect("it reads");

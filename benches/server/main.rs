@@ -3,6 +3,7 @@
 //!
 //! ```sh
 //! cargo bench --bench server                                # everything: about five minutes
+//! cargo bench --bench server -- --driver redis              # the same with counters in a Redis of its own
 //! cargo bench --bench server -- --in-flight 256 --rounds 1  # a quick look
 //! ```
 //!
@@ -12,15 +13,18 @@
 //! server for each call, and the ratio.
 
 mod load;
+#[path = "../redis.rs"]
+mod redis;
 mod setting;
 mod target;
 
 use std::{collections::BTreeMap, time::Duration};
 
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 
 use crate::{
     load::{Calls, Load, Measured},
+    redis::Redis,
     target::{Echo, Target},
 };
 
@@ -56,6 +60,9 @@ struct Args {
     /// Calls in flight, comma-separated
     #[arg(long, value_delimiter = ',', default_value = "1,16,64,256")]
     in_flight: Vec<usize>,
+    /// Where the service counts
+    #[arg(long, value_enum, default_value_t = Driver::Sqlite)]
+    driver: Driver,
     /// Which calls of the service, comma-separated
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = Calls::ALL)]
     calls: Vec<Calls>,
@@ -65,6 +72,12 @@ struct Args {
     /// Given by cargo
     #[arg(long, hide = true)]
     bench: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Driver {
+    Sqlite,
+    Redis,
 }
 
 /// One column of the table.
@@ -79,7 +92,11 @@ fn main() -> Result<(), Failure> {
     if let Some(echo) = args.echo {
         return target::serve_echo(echo);
     }
-    let service = Target::service()?;
+    let redis = (args.driver == Driver::Redis).then(Redis::start);
+    if let Some(redis) = &redis {
+        println!("a PING of Redis takes {:.3} ms, the median of many", redis.ping().as_secs_f64() * 1e3);
+    }
+    let service = Target::service(redis.as_ref().map(Redis::url))?;
     let empty = service.memory()?;
     setting::fill(&service, KEYS)?;
     let service = service.restarted()?;

@@ -52,21 +52,31 @@ pub(crate) struct Target {
     /// From its start until it listened.
     pub(crate) started_in: Duration,
     folder: TempDir,
+    redis_url: Option<String>,
 }
 
 impl Target {
-    /// The service with its defaults and an empty database.
-    pub(crate) fn service() -> Result<Self, Failure> {
-        Self::service_on(TempDir::new_in(env!("CARGO_TARGET_TMPDIR"))?)
+    /// The service with its defaults and an empty database, its counters there or in a Redis.
+    pub(crate) fn service(redis_url: Option<String>) -> Result<Self, Failure> {
+        Self::service_on(TempDir::new_in(env!("CARGO_TARGET_TMPDIR"))?, redis_url)
     }
 
-    fn service_on(folder: TempDir) -> Result<Self, Failure> {
+    fn service_on(folder: TempDir, redis_url: Option<String>) -> Result<Self, Failure> {
         let mut command = Command::new(env!("CARGO_BIN_EXE_quota-share"));
         command
             .env("DATA_DIR", folder.path())
             .env("QUOTA_LISTEN", "127.0.0.1:0")
             .env("QUOTA_HTTP_LISTEN", "127.0.0.1:0");
-        Self::start(command, folder)
+        if let Some(url) = &redis_url {
+            // What a busy machine needs is not measured here.
+            command
+                .env("QUOTA_STORE_DRIVER", "redis")
+                .env("QUOTA_STORE_REDIS_URL", url)
+                .env("QUOTA_STORE_TIMEOUT_MS", "5000");
+        }
+        let mut target = Self::start(command, folder)?;
+        target.redis_url = redis_url;
+        Ok(target)
     }
 
     /// Stops the service in order, and starts another one on its data.
@@ -74,7 +84,7 @@ impl Target {
         kill(Pid::from_raw(self.child.id().try_into()?), Signal::SIGTERM)?;
         self.child.wait()?;
         let folder = std::mem::replace(&mut self.folder, TempDir::new()?);
-        Self::service_on(folder)
+        Self::service_on(folder, self.redis_url.take())
     }
 
     pub(crate) fn echo(echo: Echo) -> Result<Self, Failure> {
@@ -97,7 +107,7 @@ impl Target {
         let started_in = started.elapsed();
         // Nobody reads on; what is still logged must not block the server.
         std::thread::spawn(move || log.for_each(drop));
-        Ok(Self { child, address, started_in, folder })
+        Ok(Self { child, address, started_in, folder, redis_url: None })
     }
 
     pub(crate) fn address(&self) -> SocketAddr {
