@@ -82,6 +82,11 @@ impl Failure {
         matches!(self, Failure::Refused { word, .. } if !PASSING.contains(&word.as_str()))
     }
 
+    /// Redis is fine, but for what it holds under one key.
+    fn is_of_one_key(&self) -> bool {
+        matches!(self, Failure::Refused { word, .. } if word == "WRONGTYPE")
+    }
+
     /// The command may have been done.
     pub(super) fn is_unknown(&self) -> bool {
         matches!(self, Failure::Unknown(_))
@@ -160,18 +165,24 @@ impl Client {
         Ok(self.0.with_options(&options(timeout)).custom(custom, args).await?)
     }
 
-    /// Commands that go out together, and an answer for each.
+    /// Commands that go out together, and an answer for each, which may be that its key is none of ours.
     pub(super) async fn pipeline(
         &self,
         commands: Vec<Command>,
         timeout: Duration,
-    ) -> Result<Vec<Value>, Failure> {
+    ) -> Result<Vec<Result<Value, Failure>>, Failure> {
         let pipeline = self.0.pipeline().with_options(&options(timeout));
         for command in commands {
             let (custom, args) = custom(command);
             let () = pipeline.custom(custom, args).await?;
         }
-        Ok(pipeline.all().await?)
+        let answers =
+            pipeline.try_all::<Value>().await.into_iter().map(|answer| answer.map_err(Failure::from));
+        let answers = answers.map(|answer| match answer {
+            Err(failure) if !failure.is_of_one_key() => Err(failure),
+            answer => Ok(answer),
+        });
+        answers.collect()
     }
 
     /// The same command on every node that keeps something.

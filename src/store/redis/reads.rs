@@ -78,9 +78,10 @@ impl Reader {
         });
         let answers = reading.await.unwrap_or_else(|_| Err(stopped())).map_err(LedgerError::Unreachable)?;
         let mut answers = answers.into_iter();
-        let said = answers.next().and_then(instant_of);
+        let said = answers.next().and_then(Result::ok).and_then(instant_of);
         let at = self.link.clock.injected().or(said).unwrap_or_default();
-        let mut values = entries_of(answers.next().unwrap_or(Value::Null)).into_iter().filter_map(bytes_of);
+        let all = answers.next().unwrap_or(Ok(Value::Null)).map_err(failed)?;
+        let mut values = entries_of(all).into_iter().filter_map(bytes_of);
         let pairs = std::iter::from_fn(|| Some((values.next()?, values.next()?)));
         Ok((at, pairs.collect()))
     }
@@ -156,22 +157,22 @@ impl Link {
             Ok(answers) => {
                 self.health.answers();
                 let mut answers = answers.into_iter();
-                let said = answers.next().and_then(instant_of);
+                let said = answers.next().and_then(Result::ok).and_then(instant_of);
                 if let Some(at) = said {
                     self.health.clock_said(at);
                 }
                 let at = self.clock.injected().or(said).unwrap_or_default();
                 for (group, answer) in groups.into_iter().zip(answers) {
-                    group.answer(at, entries_of(answer));
+                    match answer {
+                        Ok(values) => group.answer(at, entries_of(values)),
+                        Err(failure) => group.fail(&failed(failure).into()),
+                    }
                 }
             }
             Err(failure) => {
                 self.health.fails(&failure);
-                let error = failed(failure);
-                for read in groups.into_iter().flat_map(|group| group.reads) {
-                    // Whoever has hung up hears nothing.
-                    let _ = read.answer.send(Err(LedgerError::Unreachable(error.clone())));
-                }
+                let error = LedgerError::Unreachable(failed(failure));
+                groups.into_iter().for_each(|group| group.fail(&error));
             }
         }
     }
@@ -183,6 +184,13 @@ impl Group {
         let others = self.reads.iter().flat_map(|read| read.fields.iter().skip(1).cloned());
         let args = [key.clone(), Bytes::from_static(STATE)].into_iter().chain(others).collect();
         Command { name: "HMGET", key, args }
+    }
+
+    fn fail(self, error: &LedgerError) {
+        for read in self.reads {
+            // Whoever has hung up hears nothing.
+            let _ = read.answer.send(Err(error.clone()));
+        }
     }
 
     fn answer(self, at: Timestamp, values: Vec<Value>) {
