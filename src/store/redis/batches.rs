@@ -120,6 +120,13 @@ pub(super) struct Known {
     pub(super) remembered_ids: u64,
 }
 
+impl Waiting {
+    /// Somebody waits for it, or it has to be done all the same.
+    fn is_wanted(&self) -> bool {
+        self.answer.as_ref().is_none_or(|answer| !answer.is_closed())
+    }
+}
+
 impl Slot {
     pub(super) fn new(pool: PoolRevision) -> Self {
         Self {
@@ -174,6 +181,9 @@ impl Slot {
     fn push(&self, waiting: Waiting) -> Result<bool, LedgerError> {
         let mut state = self.state.lock();
         if state.waiting.len() >= WAITING_MAX {
+            state.waiting.retain(Waiting::is_wanted);
+        }
+        if state.waiting.len() >= WAITING_MAX {
             let max = WAITING_MAX as u64;
             return Err(LedgerError::Full { what: "calls of a pool that wait for Redis", max });
         }
@@ -189,7 +199,7 @@ impl Slot {
             && let Some(waiting) = state.waiting.pop_front()
         {
             // Whoever has given up before it was sent wants it no more.
-            if waiting.answer.as_ref().is_none_or(|answer| !answer.is_closed()) {
+            if waiting.is_wanted() {
                 calls.push(waiting);
             }
         }
@@ -219,7 +229,7 @@ struct Batch {
 
 impl Batch {
     fn is_wanted(&self) -> bool {
-        self.calls.iter().any(|call| call.answer.as_ref().is_none_or(|answer| !answer.is_closed()))
+        self.calls.iter().any(Waiting::is_wanted)
     }
 
     fn answer_all(self, sender: &Sender, answer: impl Fn() -> Answer) {
