@@ -373,7 +373,7 @@ impl Sender {
     }
 
     /// Sends batches until it is known what became of them.
-    async fn send(self, batches: Vec<Batch>, _under_way: OwnedSemaphorePermit) {
+    async fn send(self, mut batches: Vec<Batch>, _under_way: OwnedSemaphorePermit) {
         let mut command = self.command(&batches);
         let (mut timeout, mut pause, mut uncertain) = (ATTEMPT_MIN, PAUSE_MIN, false);
         loop {
@@ -381,24 +381,27 @@ impl Sender {
                 result = self.0.client.call(command.clone(), timeout) => result,
                 () = self.0.stop.cancelled() => return self.give_up(batches, &stopped()),
             };
-            match result {
+            let failure = match result {
                 Ok(replies) => {
-                    self.0.health.answers();
-                    return self.distribute(batches, replies);
+                    let Some((refused, failure)) = self.distribute(batches, replies) else {
+                        return;
+                    };
+                    (batches, uncertain) = (refused, false);
+                    command = self.command(&batches);
+                    failure
                 }
                 Err(failure) if failure.is_no_script() => {
                     // EVAL leaves the script in the cache of the node that had lost it.
                     command = Command { name: "EVAL", args: self.args(SCRIPT.into(), &batches), ..command };
                     continue;
                 }
-                Err(failure) => {
-                    self.0.health.fails(&failure);
-                    uncertain |= failure.is_unknown();
-                    let unwanted = !uncertain && !batches.iter().any(Batch::is_wanted);
-                    if (failure.is_final() && !uncertain) || unwanted {
-                        return self.give_up(batches, &failed(failure));
-                    }
-                }
+                Err(failure) => failure,
+            };
+            self.0.health.fails(&failure);
+            uncertain |= failure.is_unknown();
+            let unwanted = !uncertain && !batches.iter().any(Batch::is_wanted);
+            if (failure.is_final() && !uncertain) || unwanted {
+                return self.give_up(batches, &failed(failure));
             }
             tokio::select! {
                 () = sleep(pause) => {}
@@ -429,8 +432,10 @@ impl Sender {
         }
     }
 
-    fn distribute(&self, batches: Vec<Batch>, replies: Value) {
+    /// Answers what was done; returns what Redis has refused to write, and why.
+    fn distribute(&self, batches: Vec<Batch>, replies: Value) -> Option<(Vec<Batch>, Failure)> {
         let mut replies = entries_of(replies).into_iter();
+        let (mut refused, mut why) = (Vec::new(), None);
         for batch in batches {
             let mut reply = entries_of(replies.next().unwrap_or(Value::Null)).into_iter();
             let header = reply.next().and_then(bytes_of);
@@ -438,15 +443,24 @@ impl Sender {
                 Some(header) => self.distribute_one(batch, &header, reply.filter_map(bytes_of).collect()),
                 None => {
                     let said = reply.next().and_then(bytes_of).unwrap_or_default();
-                    let error = broken(&String::from_utf8_lossy(&said));
+                    let said = String::from_utf8_lossy(&said);
+                    if let Some(failure) = Failure::of_script(&said) {
+                        refused.push(batch);
+                        why = Some(failure);
+                        continue;
+                    }
+                    self.0.health.answers();
+                    let error = broken(&said);
                     tracing::error!(pool = batch.slot.pool.0, %error, "a batch failed in Redis");
                     batch.answer_all(self, || Err(error.clone().into()));
                 }
             }
         }
+        why.map(|why| (refused, why))
     }
 
     fn distribute_one(&self, batch: Batch, header: &[u8], answers: Vec<Bytes>) {
+        self.0.health.answers();
         if rmp_serde::from_slice::<&str>(header).is_ok_and(|header| header == "removed") {
             batch.slot.remove();
             return batch.answer_all(self, || Err(LedgerError::PoolRemoved));

@@ -55,6 +55,9 @@ const REFUSALS: [&str; 17] = [
 const PASSING: [&str; 8] =
     ["ASK", "BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MOVED", "READONLY", "TRYAGAIN"];
 
+/// Those by which it refuses what a script was about to write.
+const REFUSALS_IN_SCRIPT: [&str; 5] = ["MASTERDOWN", "MISCONF", "NOREPLICAS", "OOM", "READONLY"];
+
 /// Why there is no answer.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(super) enum Failure {
@@ -72,6 +75,14 @@ pub(super) enum Failure {
 }
 
 impl Failure {
+    /// Redis would let the script write nothing, which it told as `text`; `None`: the script has failed by itself.
+    pub(super) fn of_script(text: &str) -> Option<Self> {
+        // Older versions put the place in the script before it.
+        let mut words = text.split([' ', '-']).take(5);
+        let word = words.find(|word| REFUSALS_IN_SCRIPT.contains(word))?;
+        Some(Failure::Refused { word: word.to_owned(), text: text.to_owned() })
+    }
+
     /// Redis does not know the script.
     pub(super) fn is_no_script(&self) -> bool {
         matches!(self, Failure::Refused { word, .. } if word == "NOSCRIPT")
