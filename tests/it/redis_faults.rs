@@ -1,0 +1,505 @@
+//! The driver redis while its Redis or the way there fails: every call is answered in time, and nothing is applied twice.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use futures::future::join_all;
+use quota_share::{
+    clock::{Clock, SystemClock},
+    core::units::Timestamp,
+    store::{Ledger, LedgerError},
+};
+
+use crate::{
+    harness::{PATIENCE, Proxy, TestRedis, redis_is_missing},
+    redis_team::{
+        Asked, COUNTED, HOUR_MS, MINUTE_MS, Team, a, b, begun, everything, failing, hurried, is_unreachable,
+        reached, said, standing, until,
+    },
+};
+
+/// For a machine that does much else.
+const SLACK: Duration = Duration::from_secs(2);
+
+#[tokio::test]
+async fn a_batch_whose_answer_was_lost_is_sent_again_and_gets_its_answers() {
+    if redis_is_missing() {
+        return;
+    }
+    let redis = TestRedis::shared().await;
+    let proxy = Proxy::to(redis.address()).await;
+    let clock = standing();
+    let ledger = reached(&proxy.url(), Arc::clone(&clock) as _).await;
+    let mut team = Team::usual(&ledger, 100.0);
+    let mut open = Vec::new();
+    for turn in 0..6 {
+        let asked = team.enforce(&a(turn), HOUR_MS, "");
+        let Asked::Enforce(_, wish) = &asked else { unreachable!("it was made so") };
+        open.push(quota_share::core::ids::ReservationId { pool: team.rig.life, random: wish.random });
+        assert_eq!(team.ask(&asked).await, team.tell(&asked));
+    }
+    let mut asked = Vec::new();
+    for turn in 0..6 {
+        asked.push(team.enforce(&a(10), MINUTE_MS, &format!("request {}", turn % 4)));
+        asked.push(team.cost(&b(turn), &format!("key {}", turn % 4), ""));
+        asked.push(team.cost(&b(1), "", ""));
+        asked.push(match turn % 2 {
+            0 => team.cost(&a(20), "", &open[turn as usize].to_string()),
+            _ => Asked::Release(open[turn as usize]),
+        });
+        asked.push(Asked::Report(vec![said(0.01 * turn as f64)]));
+    }
+    assert_eq!(asked.len(), 30);
+    let before = (proxy.connections(), redis_calls(redis, &team).await);
+    proxy.lose_next_answers(3);
+    let answers = join_all(asked.iter().map(|asked| team.ask(asked))).await;
+    let want: Vec<_> = asked.iter().map(|asked| team.tell(asked)).collect();
+    assert!(proxy.connections() > before.0, "an answer was lost");
+    assert_eq!(redis_calls(redis, &team).await, before.1 + 1, "they were one batch");
+    assert_eq!(answers, want);
+    assert_eq!(format!("{:?}", team.usage().await), format!("{:?}", team.rig.usage()));
+}
+
+/// How many batches Redis has applied to a pool: the last number of its only sender.
+async fn redis_calls(redis: &TestRedis, team: &Team) -> u64 {
+    let script = "for _, f in ipairs(redis.call('HKEYS', KEYS[1])) do if f:byte() == 3 then \
+                  return cmsgpack.unpack(redis.call('HGET', KEYS[1], f))[1] end end return 0";
+    redis.cli(&["EVAL", script, "1", &team.hash()]).await.parse().expect("a number")
+}
+
+#[tokio::test]
+async fn records_through_a_connection_that_keeps_failing_are_counted_once_each() {
+    if redis_is_missing() {
+        return;
+    }
+    let redis = TestRedis::shared().await;
+    let proxy = Proxy::to(redis.address()).await;
+    let ledger = reached(&proxy.url(), standing()).await;
+    let mut team = Team::usual(&ledger, 1e9);
+    let records: Vec<_> = (0..431)
+        .map(|turn| {
+            let key = if turn % 2 == 0 { format!("key {turn}") } else { String::new() };
+            team.rig.consumption(&a(1 + turn), &key, "")
+        })
+        .collect();
+    for (turn, some) in records.chunks(16).enumerate() {
+        match turn % 3 {
+            0 => proxy.lose_next_answers(1),
+            1 => proxy.cut_after_requests(2),
+            _ => proxy.lose_next_answers(4),
+        }
+        let life = team.rig.life;
+        let asking = some.iter().map(|record| ledger.record(life, record));
+        let cutting = async {
+            tokio::task::yield_now().await;
+            proxy.cut().await;
+        };
+        let (answers, ()) = tokio::join!(join_all(asking), cutting);
+        for answer in answers {
+            assert_eq!(answer.expect("there is time"), COUNTED);
+        }
+    }
+    let sum = (0..431).map(|turn| 1 + turn).sum::<u64>();
+    assert_eq!(team.total().await, (sum as f64, 0.0));
+    assert!(proxy.connections() > 10, "{} connections", proxy.connections());
+}
+
+/// Enforcements that are asked of a Redis that stands still; returns what was released afterwards.
+async fn enforcements_past_their_budget_hold_nothing(clock: Arc<dyn Clock>) -> u64 {
+    const BUDGET: Duration = Duration::from_millis(50);
+    let redis = TestRedis::start().await;
+    let observer = reached(&redis.url(), Arc::clone(&clock)).await;
+    let ledger = hurried(&redis.url(), clock, BUDGET).await;
+    let mut team = Team::usual(&ledger, 1e9);
+    team.through(&observer).must_record(&a(1)).await;
+    redis.pause().await;
+    let calls = (0..250).map(|turn| {
+        let charge = team.rig.charge(&a(1));
+        let wish = team.rig.wish(&a(1), HOUR_MS, if turn % 2 == 0 { "" } else { "the same" });
+        let ledger = Arc::clone(&ledger);
+        async move {
+            let asked = Instant::now();
+            let answer = ledger.enforce(&charge, wish).await;
+            (answer, asked.elapsed())
+        }
+    });
+    for (answer, took) in join_all(calls.collect::<Vec<_>>()).await {
+        assert!(is_unreachable(&answer), "{answer:?}");
+        assert!(took < BUDGET + SLACK, "it took {took:?}");
+    }
+    redis.wake();
+    ledger.close().await;
+    let seen = team.through(&observer);
+    assert_eq!((seen.total().await, seen.usage().await.open_reservations), ((1.0, 0.0), 0));
+    ledger.condition().ended.released
+}
+
+#[tokio::test]
+async fn enforcements_that_reach_redis_too_late_hold_nothing_by_its_clock() {
+    if !redis_is_missing() {
+        let released = enforcements_past_their_budget_hold_nothing(Arc::new(SystemClock)).await;
+        assert_eq!(released, 0, "none was made");
+    }
+}
+
+#[tokio::test]
+async fn enforcements_without_an_answer_are_given_back_if_they_were_in_time_after_all() {
+    if !redis_is_missing() {
+        let released = enforcements_past_their_budget_hold_nothing(standing()).await;
+        assert!(released > 0, "by a clock that stands none was late");
+    }
+}
+
+#[tokio::test]
+async fn an_enforcement_whose_caller_hangs_up_holds_nothing_in_the_end() {
+    if redis_is_missing() {
+        return;
+    }
+    let redis = TestRedis::shared().await;
+    let proxy = Proxy::to(redis.address()).await;
+    let observer = reached(&redis.url(), standing()).await;
+    let ledger = reached(&proxy.url(), standing()).await;
+    let mut team = Team::usual(&ledger, 100.0);
+    proxy.hang(true);
+    let sent = proxy.requests();
+    let mut on_its_way = team.clone();
+    let on_its_way = tokio::spawn(async move { on_its_way.must_hold(&a(1), HOUR_MS).await });
+    until("it is on its way", async || proxy.requests() > sent).await;
+    team.rig.skip_names(1);
+    let mut waiting = team.clone();
+    let waiting = tokio::spawn(async move { waiting.must_hold(&a(1), HOUR_MS).await });
+    tokio::task::yield_now().await;
+    on_its_way.abort();
+    waiting.abort();
+    assert!(on_its_way.await.is_err_and(|error| error.is_cancelled()));
+    assert!(waiting.await.is_err_and(|error| error.is_cancelled()));
+    proxy.hang(false);
+    ledger.close().await;
+    let seen = team.through(&observer);
+    assert_eq!((seen.total().await, seen.usage().await.open_reservations), ((0.0, 0.0), 0));
+    assert_eq!(ledger.condition().ended.released, 1, "the other one was never sent");
+}
+
+#[tokio::test]
+async fn replicas_that_take_each_other_for_the_same_drop_no_record() {
+    if redis_is_missing() {
+        return;
+    }
+    let redis = TestRedis::shared().await;
+    let start = async || {
+        let ledger = begun(&redis.url(), "copied", standing(), PATIENCE).await;
+        until("it is reached", async || ledger.condition().failing.is_none()).await;
+        ledger
+    };
+    let (one, other) = tokio::join!(start(), start());
+    let mut team = Team::usual(&one, 1e9);
+    let mut twin = team.through(&other);
+    for _ in 0..20 {
+        let (by_a, by_b) = (a(1), b(1));
+        let (left, right) = tokio::join!(team.record(&by_a, "", ""), twin.record(&by_b, "", ""));
+        assert_eq!((left.expect("an answer"), right.expect("an answer")), (COUNTED, COUNTED));
+    }
+    one.close().await;
+    let again = start().await;
+    for _ in 0..20 {
+        team.through(&again).must_record(&a(1)).await;
+    }
+    assert_eq!(team.through(&again).total().await, (60.0, 0.0));
+}
+
+#[tokio::test]
+async fn a_script_that_redis_has_forgotten_is_sent_again() {
+    if redis_is_missing() {
+        return;
+    }
+    let mut redis = TestRedis::start().await;
+    let ledger = reached(&redis.url(), standing()).await;
+    let mut team = Team::usual(&ledger, 1e9);
+    for _ in 0..3 {
+        team.must_record(&a(1)).await;
+        assert_eq!(redis.cli(&["SCRIPT", "FLUSH"]).await, "OK");
+    }
+    team.must_record(&a(1)).await;
+    assert_eq!(team.total().await, (4.0, 0.0));
+    redis.restart().await;
+    team.must_record(&a(1)).await;
+    assert_eq!(team.total().await, (1.0, 0.0), "it has forgotten the rest, too");
+}
+
+#[tokio::test]
+async fn a_call_waits_while_redis_loads_what_it_kept() {
+    if redis_is_missing() {
+        return;
+    }
+    // Each key takes so many microseconds to load.
+    let args = [
+        "--appendonly",
+        "yes",
+        "--key-load-delay",
+        "2000",
+        "--loading-process-events-interval-bytes",
+        "1024",
+    ];
+    let mut redis = TestRedis::start_with(&args).await;
+    let ledger = reached(&redis.url(), standing()).await;
+    let mut team = Team::usual(&ledger, 1e9);
+    team.must_record(&a(1)).await;
+    let fill = "for i = 1, 2000 do redis.call('SET', 'filler:' .. i, string.rep('x', 100)) end return 1";
+    assert_eq!(redis.cli(&["EVAL", fill, "0"]).await, "1");
+    redis.kill();
+    let mut calling = team.clone();
+    let calling = tokio::spawn(async move { calling.record(&a(1), "", "").await });
+    let mut said = false;
+    let watching = async {
+        while !calling.is_finished() {
+            said |= failing(&ledger).contains("LOADING");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    let ((), ()) = tokio::join!(redis.restart(), watching);
+    assert_eq!(calling.await.expect("no panic").expect("there is time"), COUNTED);
+    assert_eq!(team.total().await, (2.0, 0.0));
+    println!("it was told that Redis was loading: {said}");
+}
+
+#[tokio::test]
+async fn a_call_waits_for_a_master_and_is_unreachable_without_one() {
+    if redis_is_missing() {
+        return;
+    }
+    let redis = TestRedis::start().await;
+    let ledger = reached(&redis.url(), standing()).await;
+    let short = hurried(&redis.url(), standing(), Duration::from_millis(300)).await;
+    let mut team = Team::usual(&ledger, 1e9);
+    team.must_record(&a(1)).await;
+    assert_eq!(redis.cli(&["REPLICAOF", "127.0.0.1", "1"]).await, "OK");
+    let mut hurry = team.through(&short);
+    let held = hurry.hold(&a(1), HOUR_MS, "").await;
+    assert!(is_unreachable(&held), "{held:?}");
+    let mut calling = team.clone();
+    let calling = tokio::spawn(async move { calling.record(&a(1), "", "").await });
+    until("it says why", async || failing(&ledger).contains("READONLY")).await;
+    assert_eq!(redis.cli(&["REPLICAOF", "NO", "ONE"]).await, "OK");
+    assert_eq!(calling.await.expect("no panic").expect("there is time"), COUNTED);
+    short.close().await;
+    assert_eq!(team.total().await, (2.0, 0.0));
+}
+
+#[tokio::test]
+async fn a_call_waits_for_the_end_of_a_script_of_somebody_else() {
+    if redis_is_missing() {
+        return;
+    }
+    let redis = TestRedis::start_with(&["--lua-time-limit", "5"]).await;
+    let ledger = reached(&redis.url(), standing()).await;
+    let mut team = Team::usual(&ledger, 1e9);
+    team.must_record(&a(1)).await;
+    let calling = async {
+        until("it is busy", async || redis.cli(&["PING"]).await.contains("BUSY")).await;
+        let mut calling = team.clone();
+        let calling = tokio::spawn(async move { calling.record(&a(1), "", "").await });
+        until("it says why", async || failing(&ledger).contains("BUSY")).await;
+        assert_eq!(redis.cli(&["SCRIPT", "KILL"]).await, "OK");
+        calling.await.expect("no panic").expect("there is time")
+    };
+    let (_, recorded) = tokio::join!(redis.cli(&["EVAL", "while true do end", "0"]), calling);
+    assert_eq!(recorded, COUNTED);
+    assert_eq!(team.total().await, (2.0, 0.0));
+}
+
+#[tokio::test]
+async fn a_redis_without_memory_refuses_what_would_be_kept_and_changes_nothing() {
+    if redis_is_missing() {
+        return;
+    }
+    let redis = TestRedis::start().await;
+    let ledger = reached(&redis.url(), standing()).await;
+    let mut team = Team::usual(&ledger, 1e9);
+    let held = team.must_hold(&a(7), HOUR_MS).await;
+    team.must_record(&a(1)).await;
+    let before = format!("{:?}", team.usage().await);
+    assert_eq!(redis.cli(&["CONFIG", "SET", "maxmemory", "1"]).await, "OK");
+    let mut others: Vec<_> = (0..5).map(|_| team.clone()).collect();
+    others.iter_mut().enumerate().for_each(|(turn, other)| other.rig.skip_names(100 * turn as u64));
+    let call = a(5);
+    let refused = join_all(others.iter_mut().map(|other| other.record(&call, "k", ""))).await;
+    assert!(refused.iter().all(Result::is_err), "{refused:?}");
+    let holding = team.hold(&b(5), HOUR_MS, "r").await;
+    assert!(is_unreachable(&holding), "it is decided by failure mode: {holding:?}");
+    assert!(failing(&ledger).contains("OOM"), "{}", failing(&ledger));
+    assert_eq!(format!("{:?}", team.usage().await), before, "half of it was done");
+    assert_eq!(redis.cli(&["CONFIG", "SET", "maxmemory", "0"]).await, "OK");
+    assert_eq!(team.record(&a(5), "k", &held.to_string()).await.expect("an answer"), COUNTED);
+    assert_eq!(team.total().await, (6.0, 0.0));
+    assert_eq!(failing(&ledger), "");
+}
+
+#[tokio::test]
+async fn a_pool_whose_keys_are_of_another_type_fails_alone() {
+    if redis_is_missing() {
+        return;
+    }
+    let redis = TestRedis::start().await;
+    let ledger = reached(&redis.url(), standing()).await;
+    let (mut broken, mut whole) = (Team::usual(&ledger, 1e9), Team::usual(&ledger, 1e9));
+    whole.must_record(&a(1)).await;
+    assert_eq!(redis.cli(&["SET", &broken.hash(), "somebody else's"]).await, "OK");
+    for _ in 0..5 {
+        let (broken_check, broken_usage) = (broken.clone(), broken.clone());
+        let (checked, usable) = (whole.clone(), whole.clone());
+        let (call, no_call) = (a(1), a(0));
+        let (recorded, counted, read, seen, looked, shown) = tokio::join!(
+            broken.record(&call, "", ""),
+            whole.record(&no_call, "", ""),
+            broken_check.check(&call),
+            checked.check(&call),
+            broken_usage.try_usage(),
+            usable.try_usage(),
+        );
+        for (what, error) in [("record", recorded.err()), ("check", read.err()), ("usage", looked.err())] {
+            let text = error.map(|error| error.to_string()).unwrap_or_default();
+            assert!(text.contains("WRONGTYPE"), "{what}: {text}");
+        }
+        assert_eq!(counted.expect("the other pool is fine"), COUNTED);
+        seen.expect("the other pool is fine");
+        shown.expect("the other pool is fine");
+        assert_eq!(failing(&ledger), "", "Redis itself is fine");
+    }
+    assert_eq!(whole.total().await, (1.0, 0.0));
+    assert_eq!(redis.cli(&["DEL", &broken.hash()]).await, "1");
+    broken.must_record(&a(2)).await;
+    assert_eq!(broken.total().await, (2.0, 0.0));
+}
+
+#[tokio::test]
+async fn a_wrong_password_is_said_and_not_shown() {
+    if redis_is_missing() {
+        return;
+    }
+    let redis = TestRedis::start_with(&["--requirepass", "right"]).await;
+    let wrong = format!("redis://:hidden-secret@{}", redis.address());
+    let ledger = begun(&wrong, "one", standing(), Duration::from_millis(500)).await;
+    let mut team = Team::usual(&ledger, 1e9);
+    let mut texts = vec![format!("{ledger:?}")];
+    until("it says why", async || {
+        let recorded = team.record(&a(1), "", "").await;
+        assert!(is_unreachable(&recorded), "{recorded:?}");
+        texts.push(recorded.expect_err("as above").to_string());
+        texts.push(failing(&ledger));
+        texts.len() > 20 || failing(&ledger).contains("WRONGPASS")
+    })
+    .await;
+    println!("{}", texts.last().expect("some"));
+    assert!(texts.iter().all(|text| !text.contains("hidden-secret")), "{texts:?}");
+    assert_eq!(redis.cli(&["-a", "right", "CONFIG", "SET", "requirepass", "hidden-secret"]).await, "OK");
+    until("it is let in", async || failing(&ledger).is_empty()).await;
+}
+
+/// All that a user of Redis needs to be allowed; README names the same.
+const COMMANDS: &str = "+client|id +time +set +get +info +eval +evalsha +hmget +hgetall +hget +hset +hdel +zadd +zrem +zrange \
+                        +zrangebyscore +zrevrange +zrangebylex +pexpire +unlink";
+
+#[tokio::test]
+async fn a_user_with_the_commands_that_are_needed_can_do_everything() {
+    if redis_is_missing() {
+        return;
+    }
+    let redis = TestRedis::start().await;
+    let mut order = vec!["ACL", "SETUSER", "quota", "on", ">secret", "resetkeys", "~quota-share:*", "-@all"];
+    order.extend(COMMANDS.split_whitespace());
+    assert_eq!(redis.cli(&order).await, "OK");
+    let url = format!("redis://quota:secret@{}", redis.address());
+    let clock = standing();
+    let ledger = begun(&url, "one", Arc::clone(&clock) as _, PATIENCE).await;
+    let asked = Instant::now();
+    while !failing(&ledger).is_empty() {
+        let log = redis.cli(&["ACL", "LOG"]).await;
+        assert!(asked.elapsed() < Duration::from_secs(20), "{}: {log}", failing(&ledger));
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    let mut team = everything(&ledger, &clock).await;
+    team.rig.now = Timestamp::from_unix_ms(clock.now().unix_ms());
+    let entry = team.rig.entry();
+    ledger.reservations(team.rig.life, None, None, 9).await.expect("an answer");
+    ledger.reset(team.rig.life, None, Some(entry.dimension_keys()[0])).await.expect("an answer");
+    ledger.remove(team.rig.life).await.expect("an answer");
+    ledger.close().await;
+    let log = redis.cli(&["ACL", "LOG"]).await;
+    assert_eq!(log, "", "{log}");
+}
+
+#[tokio::test]
+async fn a_pool_takes_up_to_its_bound_of_calls_while_redis_is_gone_and_all_are_unreachable() {
+    if redis_is_missing() {
+        return;
+    }
+    let mut redis = TestRedis::start().await;
+    let ledger = hurried(&redis.url(), standing(), Duration::from_millis(1)).await;
+    let mut team = Team::usual(&ledger, 1e9);
+    redis.kill();
+    for _ in 0..22 {
+        let records: Vec<_> = (0..1_000).map(|_| team.rig.consumption(&a(1), "", "")).collect();
+        let answers = join_all(records.iter().map(|record| ledger.record(team.rig.life, record))).await;
+        for answer in answers {
+            assert!(is_unreachable(&answer), "{answer:?}");
+        }
+    }
+    let held = team.hold(&a(1), HOUR_MS, "").await;
+    assert!(is_unreachable(&held), "{held:?}");
+}
+
+#[tokio::test]
+async fn closing_waits_for_what_was_asked_and_what_is_asked_later_fails() {
+    if redis_is_missing() {
+        return;
+    }
+    let redis = TestRedis::shared().await;
+    let proxy = Proxy::to(redis.address()).await;
+    let observer = reached(&redis.url(), standing()).await;
+    let ledger = reached(&proxy.url(), standing()).await;
+    let mut team = Team::usual(&ledger, 1e9);
+    proxy.delay(Duration::from_millis(300));
+    let mut calling = team.clone();
+    let calling = tokio::spawn(async move { calling.record(&a(1), "", "").await });
+    let sent = proxy.requests();
+    until("it is on its way", async || proxy.requests() > sent).await;
+    ledger.close().await;
+    assert_eq!(calling.await.expect("no panic").expect("it was waited for"), COUNTED);
+    let asked = Instant::now();
+    let (recorded, checked, looked) =
+        (team.record(&a(1), "", "").await, team.check(&a(1)).await, team.try_usage().await);
+    assert!(is_unreachable(&recorded), "{recorded:?}");
+    assert!(is_unreachable(&checked), "{checked:?}");
+    assert!(is_unreachable(&looked), "{looked:?}");
+    assert!(asked.elapsed() < Duration::from_secs(10), "{:?}", asked.elapsed());
+    assert_eq!(team.through(&observer).total().await, (1.0, 0.0));
+}
+
+#[tokio::test]
+async fn closing_ends_within_its_bound_though_redis_is_gone() {
+    if redis_is_missing() {
+        return;
+    }
+    for stands_still in [true, false] {
+        let mut redis = TestRedis::start().await;
+        let ledger = reached(&redis.url(), standing()).await;
+        let mut team = Team::usual(&ledger, 1e9);
+        if stands_still {
+            redis.pause().await
+        } else {
+            redis.kill()
+        }
+        let calling = tokio::spawn(async move { team.record(&a(1), "", "").await });
+        let mut later = Team::usual(&ledger, 1e9);
+        tokio::task::yield_now().await;
+        let asked = Instant::now();
+        ledger.close().await;
+        // Five seconds for the call, half a second for a farewell.
+        assert!(asked.elapsed() < Duration::from_secs(6) + SLACK, "{:?}", asked.elapsed());
+        let answer = calling.await.expect("no panic");
+        assert!(is_unreachable(&answer), "{answer:?}");
+        assert!(matches!(later.record(&a(1), "", "").await, Err(LedgerError::Unreachable(_))));
+    }
+}
