@@ -15,7 +15,7 @@ const HOUR_MS: u64 = 3_600_000;
 const MOST: i64 = 9_000_000_000_000_000;
 
 async fn server_with_a_pool(provider: &str) -> TestServer {
-    let server = TestServer::start().await;
+    let server = TestServer::start_on_sqlite().await;
     server.create(pool("p", ["c1"], [hard("A", 50.0), hard("B", 50.0)]).with_provider(provider)).await;
     server
 }
@@ -107,7 +107,7 @@ async fn what_was_refused_while_the_clock_went_back_is_not_there_after_a_restart
 
 #[tokio::test]
 async fn sums_past_the_ceiling_stop_nobody() {
-    let mut server = TestServer::start().await;
+    let mut server = TestServer::start_on_sqlite().await;
     server.put_plan("c1", [dimension("tokens/hourly", 9e15), dimension("tokens/1s", 9e15)]).await;
     server.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
     for second in 0..1_030 {

@@ -60,7 +60,7 @@ fn dashboard() -> Value {
 
 #[tokio::test]
 async fn the_dashboards_pools_are_taken_over_and_every_oddity_is_told() {
-    let server = TestServer::start().await;
+    let server = TestServer::start_on_sqlite().await;
     let answer = import(&server, &dashboard().to_string()).await;
     assert!(!answer.skipped);
     let pools = by_connection(answer.pools.clone());
@@ -106,7 +106,7 @@ async fn the_dashboards_pools_are_taken_over_and_every_oddity_is_told() {
 
 #[tokio::test]
 async fn pools_that_were_imported_are_there_after_a_restart_each_with_counters_of_its_own() {
-    let mut server = TestServer::start().await;
+    let mut server = TestServer::start_on_sqlite().await;
     let two = json!([
         {"connectionId": "c1", "provider": "kimi", "allocations": [{"apiKeyId": "a", "percent": 50}]},
         {"connectionId": "c2", "provider": "kimi", "allocations": [{"apiKeyId": "a", "percent": 50}]},
@@ -125,7 +125,7 @@ async fn pools_that_were_imported_are_there_after_a_restart_each_with_counters_o
 
 #[tokio::test]
 async fn an_entry_without_a_connection_is_named_and_nothing_is_imported() {
-    let server = TestServer::start().await;
+    let server = TestServer::start_on_sqlite().await;
     let good = json!({"connectionId": "c1", "allocations": []});
     let long = "x".repeat(257);
     for bad in [
@@ -165,7 +165,7 @@ async fn an_entry_without_a_connection_is_named_and_nothing_is_imported() {
 /// The usual bound of one message is 4 MB.
 #[tokio::test]
 async fn four_megabytes_are_taken_over_or_refused_in_words() {
-    let server = TestServer::start().await;
+    let server = TestServer::start_on_sqlite().await;
     let entry = |index: usize| {
         json!({"connectionId": format!("c{index}"), "accountLabel": "N",
         "policy": "hard", "allocations": [{"apiKeyId": "a", "percent": 50}]})
@@ -177,7 +177,7 @@ async fn four_megabytes_are_taken_over_or_refused_in_words() {
     assert_warned(&answer.warnings, &["more warnings"]);
     assert_eq!(server.list_pools().await.len(), 36_000);
 
-    let server = TestServer::start().await;
+    let server = TestServer::start_on_sqlite().await;
     let nothing = format!("[{}1]", "1,".repeat(2_000_000));
     let request = pb::ImportPoolsRequest { legacy_json: nothing };
     assert_eq!(refusal(server.pools().import_pools(request).await).code, Code::InvalidArgument);
@@ -562,7 +562,7 @@ async fn exported_pools_and_plans_can_be_given_to_the_service_one_by_one() {
         let message = contract.get_message_by_name(message).expect("a message of the contract");
         DynamicMessage::deserialize(message, json).expect("a message in JSON").encode_to_vec()
     };
-    let server = TestServer::start().await;
+    let server = TestServer::start_on_sqlite().await;
     for pool in document["pools"].as_array().expect("pools") {
         let bytes = read("quotashare.v1.Pool", pool);
         server.create(pb::Pool::decode(&bytes[..]).expect("a pool")).await;

@@ -34,7 +34,7 @@ async fn until_health_is(server: &TestServer, want: ServingStatus) {
 
 #[tokio::test]
 async fn a_record_is_never_acknowledged_by_a_disk_that_did_not_take_it() {
-    let server = TestServer::start().await;
+    let server = TestServer::start_on_sqlite().await;
     server.create(pool("p", ["c1"], [hard("A", 100.0)]).with_provider("kimi")).await;
     server.record("A", "c1", requests(10)).await;
     sql(&server, BREAK).await;
@@ -72,7 +72,7 @@ async fn a_record_is_never_acknowledged_by_a_disk_that_did_not_take_it() {
 
 #[tokio::test]
 async fn what_a_sick_disk_refused_is_not_there_after_a_restart() {
-    let mut server = TestServer::start().await;
+    let mut server = TestServer::start_on_sqlite().await;
     server.create(pool("p", ["c1"], [hard("A", 100.0)]).with_provider("kimi")).await;
     let held = server.reserve("A", "c1", requests(3)).await;
     sql(&server, BREAK).await;
@@ -90,7 +90,7 @@ async fn what_a_sick_disk_refused_is_not_there_after_a_restart() {
 #[tokio::test]
 async fn a_sick_disk_refuses_another_driver_and_is_watched_when_sqlite_is_chosen_again() {
     use pb::settings::StoreDriver::{Redis, Sqlite};
-    let server = TestServer::start().await;
+    let server = TestServer::start_on_sqlite().await;
     server.create(pool("p", ["c1"], [hard("A", 100.0)]).with_provider("kimi")).await;
     server.record("A", "c1", requests(10)).await;
     for (driver, other) in [(Sqlite, Redis), (Redis, Sqlite)] {

@@ -439,7 +439,7 @@ async fn the_end_of_one_connections_window_takes_nothing_from_another() {
 
 #[tokio::test]
 async fn the_end_of_a_window_leaves_the_table_of_consumption_as_it_was() {
-    let mut server = TestServer::start().await;
+    let mut server = TestServer::start_on_sqlite().await;
     server.create(pool("p", ["c1"], halves()).with_provider("kimi")).await;
     server.report("c1", [said("requests/hourly", 0.0).until(600_000)]).await;
     server.record("A", "c1", requests(100)).await;

@@ -17,11 +17,32 @@ const TIMEOUT: Duration = Duration::from_secs(1);
 /// How long until a look that failed is taken again.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// Looks at Redis after every connection, until `stop`.
-pub(super) async fn run(client: Client, health: Arc<Health>, stop: CancellationToken) {
-    let mut connected = client.connected();
+/// How long the first connection may take before its absence is something to tell.
+const FIRST_CONNECTION_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// Looks at Redis after every connection, until `stop`. Call when the first one is still to come.
+pub(super) fn run(
+    client: Client,
+    health: Arc<Health>,
+    stop: CancellationToken,
+) -> impl Future<Output = ()> + Send {
+    let connected = client.connected();
+    async move { look_after_each(connected, &client, &health, &stop).await }
+}
+
+async fn look_after_each<T: Clone>(
+    mut connected: broadcast::Receiver<T>,
+    client: &Client,
+    health: &Health,
+    stop: &CancellationToken,
+) {
+    tokio::select! {
+        _ = connected.recv() => {}
+        () = sleep(FIRST_CONNECTION_TIMEOUT) => {}
+        () = stop.cancelled() => return,
+    }
     loop {
-        while let Err(failure) = look(&client, &health).await {
+        while let Err(failure) = look(client, health).await {
             health.fails(&failure);
             tokio::select! {
                 () = sleep(PAUSE) => {}

@@ -14,7 +14,7 @@ use crate::harness::{
 
 /// A server whose Redis cannot be reached, with `pools` on a plan of 1,500 requests an hour.
 async fn server_with(pools: impl IntoIterator<Item = pb::Pool>) -> TestServer {
-    let server = TestServer::start().await;
+    let server = TestServer::start_on_sqlite().await;
     for pool in pools {
         server.create(pool.with_provider("kimi")).await;
     }
@@ -108,7 +108,7 @@ async fn where_there_is_nothing_to_count_nothing_is_degraded() {
 
 #[tokio::test]
 async fn without_the_shared_counters_nothing_is_acknowledged_or_shown() {
-    let server = TestServer::start().await;
+    let server = TestServer::start_on_sqlite().await;
     server.create(pool("p", ["c1"], [hard("A", 100.0)]).with_provider("kimi")).await;
     let reservation = server.reserve("A", "c1", requests(3)).await.reservation_id;
     let mut watched = {

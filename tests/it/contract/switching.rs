@@ -10,8 +10,11 @@ use tokio::time::timeout;
 
 use crate::harness::{
     Client, TestServer, ask, dimension, hard, pb,
-    pb::settings::StoreDriver::{Redis, Sqlite},
-    pool, requests, spent, tokens, told,
+    pb::{
+        Settings,
+        settings::StoreDriver::{self, Redis, Sqlite},
+    },
+    pool, redis_is_missing, requests, spent, tokens, told,
 };
 
 const DAILY: &str = "tokens/daily";
@@ -57,7 +60,7 @@ async fn call_until(client: Client, acknowledged: &Acknowledged, stop: &AtomicBo
 async fn no_acknowledged_call_is_lost_and_none_hangs_while_drivers_take_turns() {
     const CLIENTS: usize = 8;
     const TURNS: usize = 5;
-    let mut server = TestServer::start().await;
+    let mut server = TestServer::start_on_sqlite().await;
     server.put_plan("c1", [dimension(DAILY, 1e9)]).await;
     server.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
     let (acknowledged, stop) = (Acknowledged::default(), AtomicBool::new(false));
@@ -88,8 +91,51 @@ async fn no_acknowledged_call_is_lost_and_none_hangs_while_drivers_take_turns() 
 }
 
 #[tokio::test]
+async fn what_was_acknowledged_is_counted_on_one_side_or_the_other_while_drivers_take_turns() {
+    const CLIENTS: usize = 8;
+    const TURNS: usize = 5;
+    if redis_is_missing() {
+        return;
+    }
+    let server = TestServer::start_on_redis().await;
+    server.put_plan("c1", [dimension(DAILY, 1e9)]).await;
+    server.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
+    let (acknowledged, stop) = (Acknowledged::default(), AtomicBool::new(false));
+    let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+    let turn_to = async |driver: StoreDriver| {
+        let settings = Settings { store_driver: driver.into(), ..Default::default() };
+        server.update_settings(settings, &[]).await;
+        server.until_counters_are_in_reach().await;
+    };
+    let clients = join_all((0..CLIENTS).map(|_| server.another_client())).await;
+    let calls = join_all(clients.into_iter().map(|client| call_until(client, &acknowledged, &stop)));
+    let turns = async {
+        for _ in 0..TURNS {
+            for driver in [Sqlite, Redis] {
+                turn_to(driver).await;
+                let before = read(&acknowledged.records);
+                while read(&acknowledged.records) < before + 20 {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+    };
+    let both = async { tokio::join!(calls, turns) };
+    timeout(HANGS, both).await.expect("no call hangs");
+
+    assert_eq!(read(&acknowledged.refused), 0, "{acknowledged:?}");
+    let in_redis = server.used("p", DAILY).await;
+    turn_to(Sqlite).await;
+    let in_sqlite = server.used("p", DAILY).await;
+    assert!(in_redis.0 > 0.0 && in_sqlite.0 > 0.0, "{in_redis:?} {in_sqlite:?}");
+    let counted = (read(&acknowledged.records) as f64, read(&acknowledged.holds) as f64);
+    assert_eq!((in_redis.0 + in_sqlite.0, in_redis.1 + in_sqlite.1), counted, "{acknowledged:?}");
+}
+
+#[tokio::test]
 async fn what_sqlite_has_kept_is_there_when_it_is_chosen_again() {
-    let mut server = TestServer::start().await;
+    let mut server = TestServer::start_on_sqlite().await;
     server.create(pool("p", ["c1"], [hard("A", 100.0)]).with_provider("kimi")).await;
     server.create(pool("q", ["c2"], [hard("A", 100.0)]).with_provider("kimi")).await;
     let record = || spent("A", "c1", requests(5)).once("once");

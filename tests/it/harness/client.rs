@@ -1,6 +1,9 @@
 //! One caller's connection: a call is one line, and a refusal is a panic.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
 
 use tonic::{
     Response, Status,
@@ -15,6 +18,7 @@ use super::{
         self, plan_admin_client::PlanAdminClient, pool_admin_client::PoolAdminClient,
         quota_share_client::QuotaShareClient, settings_admin_client::SettingsAdminClient,
     },
+    process::PATIENCE,
     requests::{ask, spent},
 };
 
@@ -183,6 +187,19 @@ impl Client {
     /// What the service says of itself.
     pub(crate) async fn status(&self) -> pb::GetStatusResponse {
         told(self.settings().get_status(pb::GetStatusRequest {}).await)
+    }
+
+    /// Waits until decisions are made from counters.
+    pub(crate) async fn until_counters_are_in_reach(&self) {
+        let asked = Instant::now();
+        loop {
+            let status = self.status().await;
+            if !status.degraded {
+                return;
+            }
+            assert!(asked.elapsed() < PATIENCE, "the counters stay out of reach: {status:?}");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
     }
 
     /// What each key has used in a dimension, by name, and what was used outside.

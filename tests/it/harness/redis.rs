@@ -6,7 +6,10 @@ use std::{
     net::{Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
     process::{Child, ChildStdout, Command, Stdio},
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
     thread::JoinHandle,
     time::{Duration, Instant},
 };
@@ -32,6 +35,8 @@ const POLL: Duration = Duration::from_millis(5);
 const SOCKET: &str = "redis.sock";
 const SLOTS: usize = 16_384;
 const MASTERS: usize = 3;
+/// Of the shared server: more than tests there are.
+const DATABASES: usize = 4_096;
 
 /// Runs redis-server until its own input ends, which is when whoever started it lets go of it or dies, however that
 /// happens. Only who has said `keep` has use for the folder then. Signals to the whole group, as Ctrl-C sends them, do
@@ -91,7 +96,17 @@ impl TestRedis {
     /// The one server of all tests that keep to keys of their own and do it no harm.
     pub(crate) async fn shared() -> &'static Self {
         static SHARED: OnceCell<TestRedis> = OnceCell::const_new();
-        SHARED.get_or_init(Self::start).await
+        let start = async || Self::start_with(&["--databases", &DATABASES.to_string()]).await;
+        SHARED.get_or_init(start).await
+    }
+
+    /// The URL of a database of the shared server that nobody else has. The first one is for those who keep to keys of
+    /// their own.
+    pub(crate) async fn database_of_ones_own() -> String {
+        static NEXT: AtomicUsize = AtomicUsize::new(1);
+        let database = NEXT.fetch_add(1, Ordering::Relaxed);
+        assert!(database < DATABASES, "tests use more databases than {DATABASES}");
+        format!("{}/{database}", Self::shared().await.url())
     }
 
     pub(crate) fn address(&self) -> SocketAddr {

@@ -4,9 +4,9 @@ use futures::future::join_all;
 use sqlx::{ConnectOptions, Connection, sqlite::SqliteConnectOptions};
 
 use crate::harness::{
-    Client, TestProcess, UNREACHABLE, cost, dimension, failed_start, hard,
-    pb::{self, Settings, UpdateSettingsRequest, settings::StoreDriver},
-    pool, refusal, spent, tokens, told, usd,
+    Client, TestProcess, TestRedis, TestServer, UNREACHABLE, cost, dimension, failed_start, hard,
+    pb::{self, Settings, UpdateSettingsRequest, enforce_response::Decision, settings::StoreDriver},
+    pool, redis_is_missing, refusal, spent, tokens, told, usd,
 };
 
 /// The machine's clock runs here, so the window is one whose bucket does not end during the test.
@@ -49,6 +49,8 @@ async fn e05_many_writers_share_one_counter_that_survives_a_kill() {
 
 const DRIVER: &str = "QUOTA_STORE_DRIVER";
 const URL: &str = "QUOTA_STORE_REDIS_URL";
+/// What a busy machine needs is no concern of these tests.
+const PATIENT: (&str, &str) = ("QUOTA_STORE_TIMEOUT_MS", "60000");
 
 #[tokio::test]
 async fn e01_the_environment_chooses_a_driver_and_what_it_cannot_have_is_told_once() {
@@ -74,12 +76,116 @@ async fn e01_the_environment_chooses_a_driver_and_what_it_cannot_have_is_told_on
         assert!(named.is_none_or(|named| warnings[0].contains(named)), "start {start}: {log}");
         assert!(!log.contains("hidden"), "start {start}: {log}");
     }
-    // Start 2, and 6 with a refused port: redis is used, and is out of reach.
+    // Start 6, refused port: redis is used, and is out of reach.
     let process = TestProcess::start_with(&[(DRIVER, "redis"), (URL, UNREACHABLE)]).await;
-    assert_eq!(process.status().await.active_store(), StoreDriver::Redis);
+    let status = process.status().await;
+    assert_eq!((status.active_store(), status.degraded), (StoreDriver::Redis, true));
     assert!(process.is_serving().await, "decisions go on");
+    process.create(pool("p", ["c1"], [hard("A", 100.0)]).with_provider("kimi")).await;
+    let answer = process.enforce("A", "c1", None).await;
+    assert_eq!((answer.decision(), answer.degraded), (Decision::Allow, true), "the pool is FAIL_OPEN");
+    let refused = refusal(process.quota().record_consumption(spent("A", "c1", tokens(1))).await);
+    assert_eq!(refused.reason, "STORE_UNAVAILABLE");
     assert!(process.log().contains("\"driver\":\"redis\""), "{}", process.log());
+    let told = format!("{} {status:?} {refused:?} {:?}", process.log(), process.status().await);
+    assert!(!told.contains("hidden"), "{told}");
+}
+
+/// A Redis that asks for a password, which must not be seen anywhere, and its URL.
+async fn redis_with_a_password() -> (TestRedis, String) {
+    let redis = TestRedis::start_with(&["--requirepass", "hidden"]).await;
+    let url = redis.url().replace("redis://", "redis://:hidden@");
+    (redis, url)
+}
+
+/// How many keys a Redis has, or one of its databases.
+async fn keys_in(redis: &TestRedis) -> String {
+    redis.cli(&["-a", "hidden", "--no-auth-warning", "DBSIZE"]).await
+}
+
+/// Counts seven tokens of `p`, and shows them.
+async fn counts_seven(client: &Client) {
+    client.put_plan("c1", [dimension(WINDOW, 100.0)]).await;
+    client.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
+    client.record("A", "c1", tokens(7)).await;
+    assert_eq!(client.used("p", WINDOW).await, (7.0, 0.0));
+}
+
+#[tokio::test]
+async fn e01_a_redis_that_is_there_is_used_by_whichever_start_chooses_it() {
+    if redis_is_missing() {
+        return;
+    }
+    let (redis, url) = redis_with_a_password().await;
+
+    // Start 2: the environment chooses it.
+    let process = TestProcess::start_with(&[(DRIVER, "redis"), (URL, &url), PATIENT]).await;
+    process.until_counters_are_in_reach().await;
+    assert_eq!(process.status().await.active_store(), StoreDriver::Redis);
+    assert_eq!(keys_in(&redis).await, "1", "the layout alone");
+    counts_seven(&process).await;
+    assert_ne!(keys_in(&redis).await, "1");
     assert!(!process.log().contains("hidden"), "{}", process.log());
+    assert!(!process.log().contains("\"WARN\""), "{}", process.log());
+
+    drop(process);
+
+    // Start 3: stored sqlite wins.
+    redis.cli(&["-a", "hidden", "--no-auth-warning", "FLUSHALL"]).await;
+    let mut process = TestProcess::start().await;
+    process.switch_to(StoreDriver::Sqlite).await;
+    process.restart_with(&[(DRIVER, "redis"), (URL, &url), PATIENT]).await;
+    let status = process.status().await;
+    assert_eq!((status.active_store(), status.degraded), (StoreDriver::Sqlite, false));
+    counts_seven(&process).await;
+    assert_eq!(keys_in(&redis).await, "0", "nobody has been there");
+
+    // Start 4: stored redis wins.
+    let settings = Settings { store_driver: StoreDriver::Redis.into(), redis_url: url, ..Default::default() };
+    process.update_settings(settings, &[]).await;
+    let log = process.log();
+    process.restart_with(&[(DRIVER, "sqlite"), PATIENT]).await;
+    process.until_counters_are_in_reach().await;
+    assert_eq!(process.status().await.active_store(), StoreDriver::Redis);
+    assert_eq!(process.used("p", WINDOW).await, (0.0, 0.0), "it knows nothing of what SQLite counts");
+    process.record("A", "c1", tokens(5)).await;
+    assert_eq!(process.used("p", WINDOW).await, (5.0, 0.0));
+    assert_ne!(keys_in(&redis).await, "0");
+    let settings = told(process.settings().get_settings(pb::GetSettingsRequest {}).await);
+    let told = format!("{settings:?} {:?} {log} {}", process.status().await, process.log());
+    assert!(!told.contains("hidden"), "{told}");
+}
+
+#[tokio::test]
+async fn e01_the_counters_are_in_the_redis_that_was_set_last() {
+    if redis_is_missing() {
+        return;
+    }
+    let (redis, url) = redis_with_a_password().await;
+    let server = TestServer::start_on_redis().await;
+    counts_seven(&server).await;
+
+    let settings = Settings { redis_url: url.clone(), ..Default::default() };
+    let effective = server.update_settings(settings, &[]).await.effective.expect("what is in force");
+    assert_eq!((effective.redis_url.as_str(), effective.store_driver()), ("", StoreDriver::Redis));
+    server.until_counters_are_in_reach().await;
+    server.record("A", "c1", tokens(5)).await;
+    assert_eq!(server.used("p", WINDOW).await, (5.0, 0.0));
+    let in_redis = keys_in(&redis).await;
+    assert_ne!(in_redis, "1", "more than the layout");
+
+    // Whoever has the former Redis has what was counted there, and nothing else.
+    let former = server.another_replica().await;
+    former.put_plan("c1", [dimension(WINDOW, 100.0)]).await;
+    former.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
+    assert_eq!(former.used("p", WINDOW).await, (7.0, 0.0));
+
+    // And back again.
+    server.update_settings(Settings::default(), &["redis_url"]).await;
+    server.until_counters_are_in_reach().await;
+    server.record("A", "c1", tokens(2)).await;
+    assert_eq!(former.used("p", WINDOW).await, (9.0, 0.0));
+    assert_eq!(keys_in(&redis).await, in_redis);
 }
 
 #[tokio::test]

@@ -5,4 +5,5 @@ mod c_plans;
 mod d_signals;
 mod e_store;
 mod g_reads;
+mod replicas;
 mod t_second_set;

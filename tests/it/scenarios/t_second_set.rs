@@ -15,7 +15,7 @@ use crate::harness::{
             Reason::{ExceedsLimit, FairShare, GlobalSaturated},
         },
     },
-    pool, refusal, requests, spent, tokens, usd,
+    pool, redis_is_missing, refusal, requests, spent, tokens, usd,
 };
 
 const HOURLY: &str = "tokens/hourly";
@@ -30,6 +30,40 @@ async fn server_with(limit: f64, allocations: impl Into<Vec<pb::Allocation>>) ->
 
 async fn server_of_one_key() -> TestServer {
     server_with(100.0, [hard("A", 100.0)]).await
+}
+
+/// Two replicas of the pool `p` of connection `c1`, with a limit of 100 tokens an hour for one key; `None` without Redis.
+async fn two_replicas() -> Option<[TestServer; 2]> {
+    if redis_is_missing() {
+        return None;
+    }
+    let one = TestServer::start_on_redis().await;
+    let replicas = [one.another_replica().await, one];
+    for replica in &replicas {
+        replica.put_plan("c1", [dimension(HOURLY, 100.0)]).await;
+        replica.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
+    }
+    Some(replicas)
+}
+
+#[tokio::test]
+async fn t01_two_replicas_together_admit_exactly_what_fits() {
+    let Some(replicas) = two_replicas().await else { return };
+    for round in 0..100 {
+        let asked = (0..60).map(|n| replicas[n % 2].reserve("A", "c1", tokens(3)));
+        let answers = join_all(asked).await;
+        let is_full = |verdict| matches!(verdict, Verdict::Block { reason: GlobalSaturated, .. });
+        let blocked = answers.iter().filter(|answer| is_full(answer.verdict())).count();
+        let held: Vec<_> =
+            answers.into_iter().map(|answer| answer.reservation_id).filter(|id| !id.is_empty()).collect();
+        assert_eq!((held.len(), blocked), (33, 27), "round {round}");
+        for replica in &replicas {
+            assert_eq!(replica.used("p", HOURLY).await, (0.0, 99.0), "round {round}");
+        }
+        // Whichever replica has made a reservation, any can give it back.
+        let released = join_all(held.iter().enumerate().map(|(n, id)| replicas[n % 2].release(id))).await;
+        assert!(released.into_iter().all(|released| released), "round {round}");
+    }
 }
 
 #[tokio::test]
@@ -121,8 +155,19 @@ async fn t06_reservations_that_nobody_settles_end_at_their_deadline() {
 
 #[tokio::test]
 async fn t07_a_record_that_is_sent_again_counts_once() {
-    let server = server_of_one_key().await;
-    let clients = join_all((0..5).map(|_| server.another_client())).await;
+    counts_once(&[server_of_one_key().await]).await;
+}
+
+#[tokio::test]
+async fn t07_a_record_that_is_sent_again_to_another_replica_counts_once() {
+    let Some(replicas) = two_replicas().await else { return };
+    counts_once(&replicas).await;
+}
+
+/// What is sent to `replicas` five times at once, and once more with another cost.
+async fn counts_once(replicas: &[TestServer]) {
+    let callers = (0..5).map(|n| &replicas[n % replicas.len()]);
+    let clients = join_all(callers.map(|replica| replica.another_client())).await;
     let answers =
         join_all(clients.iter().map(async |client| {
             client.quota().record_consumption(spent("A", "c1", tokens(30)).once("x")).await
@@ -131,12 +176,13 @@ async fn t07_a_record_that_is_sent_again_counts_once() {
     let duplicates =
         answers.into_iter().filter(|answer| answer.as_ref().is_ok_and(|answer| answer.get_ref().duplicate));
     assert_eq!(duplicates.count(), 4);
-    assert_eq!(server.used("p", HOURLY).await, (30.0, 0.0));
-
-    let another_cost = spent("A", "c1", tokens(31)).once("x");
-    let refused = refusal(server.quota().record_consumption(another_cost).await);
-    assert_eq!(refused.code, Code::AlreadyExists);
-    assert_eq!(server.used("p", HOURLY).await, (30.0, 0.0));
+    for replica in replicas {
+        assert_eq!(replica.used("p", HOURLY).await, (30.0, 0.0));
+        let another_cost = spent("A", "c1", tokens(31)).once("x");
+        let refused = refusal(replica.quota().record_consumption(another_cost).await);
+        assert_eq!(refused.code, Code::AlreadyExists);
+        assert_eq!(replica.used("p", HOURLY).await, (30.0, 0.0));
+    }
 }
 
 #[tokio::test]
