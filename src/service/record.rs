@@ -138,7 +138,7 @@ impl Service {
         let connection =
             Some(&call.connection).filter(|connection| entry.pool.connections.contains(connection));
         let (observations, unreadable) = match connection {
-            Some(_) => self.observations(ledger, entry, &call.headers),
+            Some(_) => self.observations(ledger, entry, &call.headers)?,
             None => (Vec::new(), 0),
         };
         let figures = observations.len();

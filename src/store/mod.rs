@@ -114,8 +114,8 @@ pub trait Ledger: fmt::Debug + Send + Sync + 'static {
     /// How the store is.
     fn condition(&self) -> Condition;
 
-    /// The present instant by the clock that decides.
-    fn now(&self) -> Timestamp;
+    /// The present instant by the clock that decides, if it has been heard of.
+    fn now(&self) -> Result<Timestamp, LedgerError>;
 
     /// Waits until everything that was asked for is done, as far as that can be; what is asked for later fails.
     async fn close(&self);

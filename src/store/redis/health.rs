@@ -65,12 +65,7 @@ impl Health {
         }
     }
 
-    /// The present instant by the clock that decides; by this machine's as long as Redis' is not known.
-    pub(super) fn now(&self) -> Timestamp {
-        self.redis_now().unwrap_or_else(|| self.clock.now())
-    }
-
-    /// The same, if it is known. Not ahead of the truth.
+    /// The present instant by the clock that decides, if it is known. Not ahead of the truth.
     pub(super) fn redis_now(&self) -> Option<Timestamp> {
         if let Some(now) = self.clock.injected() {
             return Some(now);

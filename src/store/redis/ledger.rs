@@ -37,7 +37,7 @@ use crate::{
     store::{Condition, Ledger, LedgerError, ReservationPlace, StoreError},
 };
 
-/// How long people wait for what they look at.
+/// How long people wait for what they look at, at least.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a closing ledger waits for what was asked of it.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -104,6 +104,11 @@ impl RedisLedger {
         2 * self.options.timeout
     }
 
+    /// The longest that people wait for what they look at.
+    fn look_timeout(&self) -> Duration {
+        LOOK_TIMEOUT.max(self.options.timeout)
+    }
+
     /// Has the script do `call`, and waits for its answer for as long as `budget`.
     async fn call<T: DeserializeOwned>(
         &self,
@@ -164,7 +169,7 @@ impl RedisLedger {
 
     /// All of the pool.
     async fn whole(&self, slot: &Slot) -> Result<(PoolLedger, Timestamp), LedgerError> {
-        let (at, fields) = self.reader.read_all(slot, LOOK_TIMEOUT).await?;
+        let (at, fields) = self.reader.read_all(slot, self.look_timeout()).await?;
         let stored = Stored::read(fields)?;
         let born = stored.state.as_ref().map(|state| state.born);
         if slot.has_lost(born, at) {
@@ -310,8 +315,9 @@ impl Ledger for RedisLedger {
         connections: &[ConnectionId],
     ) -> Result<(Timestamp, PerCheck<Counters>), LedgerError> {
         let slot = self.slot(pool)?;
-        let part = timeout(LOOK_TIMEOUT, self.part(&slot, None, dimensions, connections)).await;
-        let (mut ledger, at) = match part.unwrap_or_else(|_| Err(timed_out(LOOK_TIMEOUT)))? {
+        let budget = self.look_timeout();
+        let part = timeout(budget, self.part(&slot, None, dimensions, connections)).await;
+        let (mut ledger, at) = match part.unwrap_or_else(|_| Err(timed_out(budget)))? {
             Some((ledger, at, _)) => (ledger, at),
             None => self.whole(&slot).await?,
         };
@@ -336,7 +342,7 @@ impl Ledger for RedisLedger {
         dimension: Option<DimensionKey>,
     ) -> Result<(), LedgerError> {
         let slot = self.slot(pool)?;
-        self.call(&slot, Call::reset(api_key, dimension), None, LOOK_TIMEOUT).await
+        self.call(&slot, Call::reset(api_key, dimension), None, self.look_timeout()).await
     }
 
     async fn remove(&self, pool: PoolRevision) -> Result<(), LedgerError> {
@@ -344,7 +350,7 @@ impl Ledger for RedisLedger {
             Err(LedgerError::PoolRemoved) => return Ok(()),
             slot => slot?,
         };
-        let answer = self.call::<()>(&slot, Call::remove(), None, LOOK_TIMEOUT).await;
+        let answer = self.call::<()>(&slot, Call::remove(), None, self.look_timeout()).await;
         // Whether Redis has heard it or not: this replica has no such pool.
         slot.remove();
         match answer {
@@ -372,8 +378,9 @@ impl Ledger for RedisLedger {
         }
     }
 
-    fn now(&self) -> Timestamp {
-        self.health.now()
+    fn now(&self) -> Result<Timestamp, LedgerError> {
+        let unknown = || self.health.failing().unwrap_or_else(|| broken("its clock is not known yet"));
+        self.health.redis_now().ok_or_else(|| LedgerError::Unreachable(unknown()))
     }
 
     async fn close(&self) {

@@ -8,9 +8,9 @@ use quota_share::{
 };
 
 use crate::harness::{
-    Client, TestRedis, TestServer, Verdict, codex, dimension, hard, pb,
+    Client, Proxy, TestRedis, TestServer, Verdict, codex, dimension, hard, pb,
     pb::dimension_status::Reason::{FairShare, GlobalSaturated},
-    pool, redis_is_missing, said, spent, tokens, told, unix_ms,
+    pool, redis_is_missing, refusal, said, spent, tokens, told, unix_ms,
 };
 
 /// The clocks run here, so the window is one whose bucket does not end during the test.
@@ -200,4 +200,38 @@ async fn replicas_whose_clocks_are_ten_minutes_apart_read_what_a_provider_says_a
     assert_is(&outcome.accepted[0].observed_at, span, 0);
     assert_is(&outcome.accepted[0].resets_at, span, 14_000_000);
     assert_eq!(signal(&replicas[0]).await, signal(&replicas[1]).await);
+}
+
+#[tokio::test]
+async fn what_a_provider_says_is_not_read_by_a_clock_that_does_not_decide() {
+    if redis_is_missing() {
+        return;
+    }
+    let url = TestRedis::database_of_ones_own().await;
+    let server = TestServer::start_on(&url, Arc::new(Off(OFF_MS))).await;
+    server.create(pool("q", ["c2"], [hard("A", 50.0), hard("B", 50.0)]).with_provider("codex")).await;
+    let redis = TestRedis::shared().await.address();
+    let proxy = Proxy::to(redis).await;
+    proxy.hang(true);
+    let redis_url = url.replace(&redis.to_string(), &proxy.address().to_string());
+    server.update_settings(pb::Settings { redis_url, ..Default::default() }, &[]).await;
+
+    // Nothing was heard from there yet. A record would wait for it, but its headers mean nothing until then.
+    let record = || spent("A", "c2", tokens(1)).with_headers(codex(300, 60.0, 14_400), 0);
+    let refused = refusal(server.quota().record_consumption(record()).await);
+    assert_eq!(refused.reason, "STORE_UNAVAILABLE");
+    let report = pb::ReportSignalsRequest {
+        connection_id: "c2".to_owned(),
+        utilizations: vec![said(SHORT, 50.0)],
+        ..Default::default()
+    };
+    assert_eq!(refusal(server.quota().report_signals(report).await).reason, "STORE_UNAVAILABLE");
+
+    proxy.hang(false);
+    server.until_counters_are_in_reach().await;
+    let (_, span) = timed(async { told(server.quota().record_consumption(record()).await) }).await;
+    let usage = server.usage("q").await;
+    let signal = &usage.dimension(SHORT).signals[0];
+    assert_is(&signal.observed_at, span, 0);
+    assert_is(&signal.resets_at, span, 14_400_000);
 }
