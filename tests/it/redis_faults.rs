@@ -503,3 +503,36 @@ async fn closing_ends_within_its_bound_though_redis_is_gone() {
         assert!(matches!(later.record(&a(1), "", "").await, Err(LedgerError::Unreachable(_))));
     }
 }
+
+#[tokio::test]
+async fn what_was_refused_for_want_of_a_connection_is_not_counted_later() {
+    if redis_is_missing() {
+        return;
+    }
+    let mut proxy = Proxy::to(TestRedis::shared().await.address()).await;
+    let ledger = hurried(&proxy.url(), standing(), Duration::from_millis(50)).await;
+    let mut team = Team::usual(&ledger, 100.0);
+    until("one is counted", async || team.record(&a(1), "one", "").await.is_ok()).await;
+    proxy.refuse(true).await;
+    proxy.cut().await;
+    until("it is noticed", async || is_unreachable(&team.check(&a(1)).await)).await;
+    for _ in 0..5 {
+        assert!(is_unreachable(&team.record(&a(1), "", "").await));
+    }
+    proxy.refuse(false).await;
+    until("it is reached again", async || team.release_nothing().await).await;
+    assert_eq!(team.total().await, (1.0, 0.0));
+}
+
+#[tokio::test]
+async fn a_check_waits_as_long_as_it_may() {
+    if redis_is_missing() {
+        return;
+    }
+    let proxy = Proxy::to(TestRedis::shared().await.address()).await;
+    let ledger = reached(&proxy.url(), standing()).await;
+    let mut team = Team::usual(&ledger, 100.0);
+    team.must_record(&a(1)).await;
+    proxy.delay(Duration::from_millis(600));
+    assert!(team.check(&a(1)).await.is_ok());
+}

@@ -255,6 +255,8 @@ struct Inner {
     clock: Arc<dyn crate::clock::Clock>,
     ready: mpsc::UnboundedSender<Arc<Slot>>,
     unanswered: Arc<AtomicU64>,
+    /// Everybody who waits for an answer has a clone.
+    callers: Arc<()>,
     stop: CancellationToken,
 }
 
@@ -278,6 +280,7 @@ impl Sender {
             clock,
             ready,
             unanswered: Arc::default(),
+            callers: Arc::default(),
             stop,
         }));
         tokio::spawn(sender.clone().run(receiver));
@@ -292,6 +295,16 @@ impl Sender {
     /// Tells of [`stop`](Self::stop).
     pub(super) fn stopping(&self) -> CancellationToken {
         self.0.stop.clone()
+    }
+
+    /// To be kept by whoever waits for an answer.
+    pub(super) fn caller(&self) -> Arc<()> {
+        Arc::clone(&self.0.callers)
+    }
+
+    /// Somebody waits for an answer.
+    pub(super) fn has_callers(&self) -> bool {
+        Arc::strong_count(&self.0.callers) > 1
     }
 
     /// Calls are waiting or under way.

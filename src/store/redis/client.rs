@@ -31,6 +31,8 @@ const COMMANDS_WAITING_MAX: usize = 10_000;
 const RECONNECT_MIN_MS: u32 = 50;
 const RECONNECT_MAX_MS: u32 = 1_000;
 
+/// What fred says of a command that it would have to keep until there is a connection, and of no other.
+const NOT_CONNECTED: &str = "Connection closed unexpectedly.";
 /// Words by which Redis begins to say that it has not done what it was asked.
 const REFUSALS: [&str; 17] = [
     "ASK",
@@ -69,6 +71,9 @@ pub(super) enum Failure {
         /// What Redis said.
         text: String,
     },
+    /// There is no connection: it was not sent.
+    #[error("there is no connection to it")]
+    NotSent,
     /// The connection failed or the time was up: whether the command was done is not known.
     #[error("{0}")]
     Unknown(Arc<Error>),
@@ -106,6 +111,9 @@ impl Failure {
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
+        if *error.kind() == ErrorKind::Canceled && error.details() == NOT_CONNECTED {
+            return Failure::NotSent;
+        }
         let local = matches!(error.kind(), ErrorKind::Timeout | ErrorKind::IO | ErrorKind::Canceled);
         let word = error.details().split_whitespace().next().unwrap_or_default();
         if !local && REFUSALS.contains(&word) {

@@ -78,7 +78,7 @@ impl RedisLedger {
             name_of(&options.replica_id),
             Arc::clone(&clock),
         );
-        let reader = Reader::start(client.clone(), Arc::clone(&health), clock);
+        let reader = Reader::start(client.clone(), Arc::clone(&health), clock, options.timeout);
         tokio::spawn(watch::run(client.clone(), Arc::clone(&health), sender.stopping()));
         let reached = async {
             while health.failing().is_some() {
@@ -117,6 +117,7 @@ impl RedisLedger {
         makes: Option<[u8; 12]>,
         budget: Duration,
     ) -> Result<T, LedgerError> {
+        let _waiting = self.sender.caller();
         let answer = self.sender.submit(slot, call, makes)?;
         let answer = timeout(budget, answer).await.map_err(|_| timed_out(budget))?;
         let bytes = answer.unwrap_or_else(|_| Err(timed_out(budget)))?;
@@ -385,7 +386,8 @@ impl Ledger for RedisLedger {
 
     async fn close(&self) {
         let drained = async {
-            while self.sender.is_busy() {
+            // What nobody waits for is worth a wait only where there will be an end of it.
+            while self.sender.has_callers() || (self.sender.is_busy() && self.health.failing().is_none()) {
                 tokio::time::sleep(CLOSE_PAUSE).await;
             }
         };

@@ -26,8 +26,8 @@ const WAITING_MAX: usize = 20_000;
 const MESSAGES_UNDER_WAY_MAX: usize = 4;
 /// The same in a cluster, where each pool has its own.
 const CLUSTER_MESSAGES_MAX: usize = 1_024;
-/// How long Redis has to answer; whoever asked may wait for less.
-const TIMEOUT: Duration = Duration::from_millis(500);
+/// How long Redis has to answer at least; whoever asked may wait for less.
+const TIMEOUT_MIN: Duration = Duration::from_millis(500);
 
 /// Fields of a pool's hash, and when they were read.
 #[derive(Debug)]
@@ -54,9 +54,9 @@ pub(super) struct Reader {
 
 impl Reader {
     /// Starts to read, until it is dropped. Call within the Tokio runtime that lasts as long.
-    pub(super) fn start(client: Client, health: Arc<Health>, clock: Arc<dyn Clock>) -> Self {
+    pub(super) fn start(client: Client, health: Arc<Health>, clock: Arc<dyn Clock>, budget: Duration) -> Self {
         let (queue, receiver) = mpsc::channel(WAITING_MAX);
-        let link = Link { client, health, clock };
+        let link = Link { client, health, clock, timeout: budget.max(TIMEOUT_MIN) };
         tokio::spawn(run(link.clone(), receiver));
         Self { queue, link }
     }
@@ -102,6 +102,7 @@ struct Link {
     client: Client,
     health: Arc<Health>,
     clock: Arc<dyn Clock>,
+    timeout: Duration,
 }
 
 /// Reads of one pool in one command: the state once, and then the other fields of each.
@@ -153,7 +154,7 @@ impl Link {
         let Some(first) = groups.first() else { return };
         let time = Command { name: "TIME", key: first.slot.hash(), args: Vec::new() };
         let hashes = groups.iter().map(Group::command);
-        match self.client.pipeline([time].into_iter().chain(hashes).collect(), TIMEOUT).await {
+        match self.client.pipeline([time].into_iter().chain(hashes).collect(), self.timeout).await {
             Ok(answers) => {
                 self.health.answers();
                 let mut answers = answers.into_iter();
