@@ -239,7 +239,8 @@ fn custom(command: Command) -> (CustomCommand, Vec<Value>) {
 
 fn options(timeout: Duration) -> Options {
     Options {
-        max_attempts: Some(1),
+        // Each redirection counts as one.
+        max_attempts: Some(1 + REDIRECTIONS_MAX),
         max_redirections: Some(REDIRECTIONS_MAX),
         timeout: Some(timeout),
         fail_fast: true,
