@@ -75,12 +75,15 @@ function batch.write_deadlines()
   pool.next_deadline = tonumber(redis.call('ZRANGE', pool.keys[2], 0, 0, 'WITHSCORES')[2]) or 0
 end
 
+-- Until when all is kept that lives now.
+function batch.expiry() return max(pool.lives_until, pool.now + SENDER_LIFE_MS) + DAY_MS end
+
 function batch.write_recorders()
   if next(pool.recording) == nil then return end
   for member, is_one in pairs(pool.recording) do
     if is_one then redis.call('ZADD', pool.keys[3], 0, member) else redis.call('ZREM', pool.keys[3], member) end
   end
-  redis.call('PEXPIRE', pool.keys[3], string.format('%.0f', pool.lives_until - pool.now + DAY_MS))
+  redis.call('PEXPIRE', pool.keys[3], string.format('%.0f', batch.expiry() - pool.now))
 end
 
 function batch.write_ids()
@@ -119,14 +122,16 @@ function batch.save(sender, sequence, answers)
   end
   for first = 1, #gone, 2000 do redis.call('HDEL', pool.keys[1], unpack(gone, first, min(#gone, first + 1999))) end
   local extended = max(pool.lives_until, pool.now + SENDER_LIFE_MS) > pool.expires_at
-  if extended then pool.expires_at = max(pool.lives_until, pool.now + SENDER_LIFE_MS) + DAY_MS end
+  if extended then pool.expires_at = batch.expiry() end
   fields[#fields + 1] = BATCH .. sender
   fields[#fields + 1] = pack({ sequence, pool.now, answers })
   fields[#fields + 1] = ''
   fields[#fields + 1] = batch.packed_state()
   redis.call('HSET', pool.keys[1], unpack(fields))
   if extended then
-    redis.call('PEXPIRE', pool.keys[1], string.format('%.0f', pool.expires_at - pool.now))
+    local life = string.format('%.0f', pool.expires_at - pool.now)
+    redis.call('PEXPIRE', pool.keys[1], life)
+    redis.call('PEXPIRE', pool.keys[3], life)
     redis.call('SET', pool.keys[7], string.format('%.0f', pool.expires_at))
   end
 end
@@ -154,6 +159,8 @@ function batch.apply(message)
   local stored = redis.call('HMGET', pool.keys[1], unpack(fields))
   local mark = not stored[1] and redis.call('GET', pool.keys[7])
   if mark == 'removed' then return { pack('removed') } end
+  -- Without a state nothing is known of what it was the state of.
+  if not stored[1] then redis.call('UNLINK', unpack(pool.keys, 2, 6)) end
   batch.load(stored[1])
   local last = stored[2] and unpack_message(stored[2])
   if last and last[1] >= sequence then

@@ -23,6 +23,7 @@ local upkeep = lazily(function(upkeep)
       end
       generation[G.BEGAN] = min(generation[G.BEGAN], pool.now)
       generation[G.ENDS] = min(generation[G.ENDS], max(latest_record, latest_request))
+      generation[G.EXPIRES] = 0
     end
   end
 
@@ -30,7 +31,8 @@ local upkeep = lazily(function(upkeep)
   -- it could have.
   function upkeep.step_back()
     local before = pool.now
-    pool.now = pool.clock
+    -- What was to expire by the clock of before is told anew.
+    pool.now, pool.expires_at = pool.clock, 0
     local names = ledger.all_names()
     for _, of in ipairs(pool.dimensions) do
       local reserved = of[D.TOTAL][4]
