@@ -84,6 +84,8 @@ struct SlotState {
     removed: bool,
     /// Of the last answer.
     header: Option<Header>,
+    /// That the counters are gone was said, and there was no answer since.
+    loss_said: bool,
 }
 
 #[derive(Debug)]
@@ -142,6 +144,11 @@ impl Slot {
         self.keys[0].clone()
     }
 
+    /// Where it is written until when there must be counters.
+    pub(super) fn mark(&self) -> Bytes {
+        self.keys[6].clone()
+    }
+
     pub(super) fn is_removed(&self) -> bool {
         self.state.lock().removed
     }
@@ -166,8 +173,19 @@ impl Slot {
         if lost {
             // Said once.
             state.header = None;
+            state.loss_said = true;
         }
         lost
+    }
+
+    /// That the counters are gone was said already.
+    pub(super) fn has_said_loss(&self) -> bool {
+        self.state.lock().loss_said
+    }
+
+    fn heard(&self, header: Header) {
+        let mut state = self.state.lock();
+        (state.header, state.loss_said) = (Some(header), false);
     }
 
     /// Takes back a call that may make the reservation `random` if it has not been sent; false if it has.
@@ -486,7 +504,7 @@ impl Sender {
             }
         };
         self.0.health.heard(&batch.slot, &header);
-        batch.slot.state.lock().header = Some(header);
+        batch.slot.heard(header);
         for (call, answer) in batch.calls.into_iter().zip(answers) {
             // A caller that has hung up hears nothing.
             let _ = call.answer.map(|waiting| waiting.send(Ok(answer)));

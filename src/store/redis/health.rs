@@ -25,6 +25,10 @@ use crate::{
 /// How long the best estimate of Redis' clock is kept beside newer ones.
 const ESTIMATE_LIFE: Duration = Duration::from_secs(5);
 
+pub(super) fn not_reached() -> StoreError {
+    broken("it has not been reached yet")
+}
+
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Health {
@@ -37,6 +41,7 @@ pub(super) struct Health {
     answers: AtomicBool,
     /// That it does not answer was said.
     silence_said: AtomicBool,
+    knows_layout: AtomicBool,
     newer_layout: AtomicU64,
     evicting: Mutex<Option<String>>,
     vanished: AtomicU64,
@@ -52,9 +57,10 @@ impl Health {
             clock,
             started: Instant::now(),
             estimates: Mutex::new(None),
-            failing: Mutex::new(Some(broken("it has not been reached yet"))),
+            failing: Mutex::new(Some(not_reached())),
             answers: AtomicBool::new(false),
             silence_said: AtomicBool::new(false),
+            knows_layout: AtomicBool::new(false),
             newer_layout: AtomicU64::new(0),
             evicting: Mutex::new(None),
             vanished: AtomicU64::new(0),
@@ -110,7 +116,8 @@ impl Health {
     /// What came with a batch of `slot`.
     pub(super) fn heard(&self, slot: &Slot, header: &Header) {
         self.clock_said(header.clock);
-        if slot.has_lost(Some(header.born), header.clock) || (header.vanished && !header.repeated) {
+        let vanished = header.vanished && !header.repeated && !slot.has_said_loss();
+        if slot.has_lost(Some(header.born), header.clock) || vanished {
             self.vanished(slot);
         }
         if header.repeated {
@@ -163,6 +170,12 @@ impl Health {
                 "a newer version has used this Redis: upgrade this replica"
             );
         }
+        self.knows_layout.store(true, Ordering::Relaxed);
+    }
+
+    /// Which layout was used is known: before it is, nothing is written.
+    pub(super) fn knows_layout(&self) -> bool {
+        self.knows_layout.load(Ordering::Relaxed)
     }
 
     /// The layout of a newer version, if one has used this Redis.

@@ -18,6 +18,9 @@ const SUFFIXES: [&str; 7] = ["", ":deadlines", ":recorders", ":ids0", ":ids1", "
 /// Where the state of a pool is in its hash.
 pub(super) const STATE: &[u8] = b"";
 
+/// What is written where a pool was that is removed.
+pub(super) const REMOVED: &[u8] = b"removed";
+
 /// First bytes of fields that are no keys' names.
 pub(super) const SAMPLES: u8 = 1;
 pub(super) const HOLD: u8 = 2;

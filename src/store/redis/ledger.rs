@@ -14,7 +14,7 @@ use super::{
     RedisOptions, STORE,
     batches::{Sender, Slot, broken},
     client::Client,
-    health::Health,
+    health::{Health, not_reached},
     keys,
     reads::Reader,
     stored::{Stored, decode},
@@ -92,6 +92,9 @@ impl RedisLedger {
 
     /// The pool's slot, made where it is not yet.
     fn slot(&self, pool: PoolRevision) -> Result<Arc<Slot>, LedgerError> {
+        if !self.health.knows_layout() {
+            return Err(LedgerError::Unreachable(not_reached()));
+        }
         if let Some(layout) = self.health.newer_layout() {
             return Err(LedgerError::Unreachable(newer_layout(layout)));
         }
@@ -170,7 +173,10 @@ impl RedisLedger {
 
     /// All of the pool.
     async fn whole(&self, slot: &Slot) -> Result<(PoolLedger, Timestamp), LedgerError> {
-        let (at, fields) = self.reader.read_all(slot, self.look_timeout()).await?;
+        let Some((at, fields)) = self.reader.read_all(slot, self.look_timeout()).await? else {
+            slot.remove();
+            return Err(LedgerError::PoolRemoved);
+        };
         let stored = Stored::read(fields)?;
         let born = stored.state.as_ref().map(|state| state.born);
         if slot.has_lost(born, at) {

@@ -10,7 +10,7 @@ use super::{
     batches::{Slot, failed, stopped},
     client::{Client, Command, bytes_of, entries_of},
     health::Health,
-    keys::STATE,
+    keys::{REMOVED, STATE},
 };
 use crate::{
     clock::Clock,
@@ -61,19 +61,20 @@ impl Reader {
         Self { queue, link }
     }
 
-    /// Reads all fields of a pool's hash, and Redis' clock.
+    /// Reads all fields of a pool's hash, and Redis' clock; `None`: the pool is removed.
     pub(super) async fn read_all(
         &self,
         slot: &Slot,
         budget: Duration,
-    ) -> Result<(Timestamp, Vec<(Bytes, Bytes)>), LedgerError> {
+    ) -> Result<Option<(Timestamp, Vec<(Bytes, Bytes)>)>, LedgerError> {
         let link = self.link.clone();
         let key = slot.hash();
         let all = Command { name: "HGETALL", key: key.clone(), args: vec![key.clone()] };
+        let mark = Command { name: "GET", key: key.clone(), args: vec![slot.mark()] };
         let time = Command { name: "TIME", key, args: Vec::new() };
         // A task of its own: it must not be dropped with the caller.
         let reading = tokio::spawn(async move {
-            let answers = link.client.pipeline(vec![time, all], budget).await;
+            let answers = link.client.pipeline(vec![time, all, mark], budget).await;
             answers.inspect_err(|failure| link.health.fails(failure)).map_err(failed)
         });
         let answers = reading.await.unwrap_or_else(|_| Err(stopped())).map_err(LedgerError::Unreachable)?;
@@ -82,8 +83,10 @@ impl Reader {
         let at = self.link.clock.injected().or(said).unwrap_or_default();
         let all = answers.next().unwrap_or(Ok(Value::Null)).map_err(failed)?;
         let mut values = entries_of(all).into_iter().filter_map(bytes_of);
-        let pairs = std::iter::from_fn(|| Some((values.next()?, values.next()?)));
-        Ok((at, pairs.collect()))
+        let pairs: Vec<_> = std::iter::from_fn(|| Some((values.next()?, values.next()?))).collect();
+        let mark = answers.next().and_then(Result::ok).and_then(bytes_of);
+        let is_removed = pairs.is_empty() && mark.is_some_and(|mark| mark == REMOVED);
+        Ok(if is_removed { None } else { Some((at, pairs)) })
     }
 
     /// Reads fields of a pool's hash in one step; the first is its state.
