@@ -398,7 +398,7 @@ async fn a_wrong_password_is_said_and_not_shown() {
 }
 
 /// All that a user of Redis needs to be allowed; README names the same.
-const COMMANDS: &str = "+client|id +time +set +get +info +eval +evalsha +hmget +hgetall +hget +hset +hdel +zadd +zrem +zrange \
+const COMMANDS: &str = "+client|id +time +set +get +info +eval +evalsha +hmget +exists +hgetall +hget +hset +hdel +zadd +zrem +zrange \
                         +zrangebyscore +zrevrange +zrangebylex +pexpire +unlink";
 
 #[tokio::test]
