@@ -19,6 +19,7 @@ use fred::{
     },
 };
 use tokio::sync::broadcast;
+use tokio_util::sync::CancellationToken;
 
 use super::RedisUrl;
 
@@ -134,7 +135,7 @@ pub(super) struct Command {
 
 /// Connections to a Redis, however many nodes it has.
 #[derive(Clone)]
-pub(super) struct Client(clients::Client);
+pub(super) struct Client(clients::Client, CancellationToken);
 
 impl fmt::Debug for Client {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -164,8 +165,9 @@ impl Client {
         };
         let policy = ReconnectPolicy::new_exponential(0, RECONNECT_MIN_MS, RECONNECT_MAX_MS, 2);
         let client = clients::Client::new(config, Some(performance), Some(connection), Some(policy));
-        client.connect();
-        Ok(Self(client))
+        let stop = CancellationToken::new();
+        tokio::spawn(stay_connected(client.clone(), stop.clone()));
+        Ok(Self(client, stop))
     }
 
     /// Tells of every connection that was made.
@@ -226,8 +228,21 @@ impl Client {
 
     /// Lets go of all connections.
     pub(super) async fn quit(&self) {
+        self.1.cancel();
         // A connection that is gone needs no farewell.
         let _ = self.0.quit().await;
+    }
+}
+
+/// fred's task ends where it finds no way on, as when it is redirected to a node that is gone: another one takes over.
+async fn stay_connected(client: clients::Client, stop: CancellationToken) {
+    while !stop.is_cancelled() {
+        // Why it has ended is told to whoever asks for something.
+        let _ = client.connect().await;
+        tokio::select! {
+            () = tokio::time::sleep(CONNECT_TIMEOUT) => {}
+            () = stop.cancelled() => {}
+        }
     }
 }
 
