@@ -64,3 +64,39 @@ async fn a_slot_that_moves_under_load_loses_nothing_and_counts_nothing_twice() {
     assert_eq!((team.total().await, team.usage().await.open_reservations), ((1_800.0, 0.0), 0));
     assert_eq!(ledger.condition().vanished_pools, 0);
 }
+
+#[tokio::test]
+async fn a_master_that_dies_while_it_is_given_a_slot_takes_no_other_along() {
+    if redis_is_missing() {
+        return;
+    }
+    let mut cluster = TestCluster::start().await;
+    for node in cluster.nodes() {
+        assert_eq!(node.cli(&["CONFIG", "SET", "cluster-require-full-coverage", "no"]).await, "OK");
+    }
+    let ledger = reached(&cluster.url(), standing()).await;
+    let mut team = Team::usual(&ledger, 1e9);
+    team.must_record(&a(1)).await;
+    let (slot, from) = place_of(&cluster, &team).await;
+    let (to, slot) = ((from + 1) % 3, slot.to_string());
+    let [from_id, to_id] =
+        [cluster.cli(from, &["CLUSTER", "MYID"]).await, cluster.cli(to, &["CLUSTER", "MYID"]).await];
+    assert_eq!(cluster.cli(to, &["CLUSTER", "SETSLOT", &slot, "IMPORTING", &from_id]).await, "OK");
+    assert_eq!(cluster.cli(from, &["CLUSTER", "SETSLOT", &slot, "MIGRATING", &to_id]).await, "OK");
+    // Of a pool that has no key there, the old master sends everybody to the new one.
+    for key in cluster.cli(from, &["--scan"]).await.lines().filter(|key| key.starts_with(&team.hash())) {
+        assert_eq!(cluster.cli(from, &["DEL", key]).await, "1");
+    }
+    cluster.nodes_mut()[to].kill();
+    let mut calling = team.clone();
+    let calling = tokio::spawn(async move { calling.record(&a(1), "", "").await });
+    until("it has been tried", async || !crate::redis_team::failing(&ledger).is_empty()).await;
+    let third = (from + 2) % 3;
+    until("the others know that it is gone", async || {
+        cluster.cli(third, &["CLUSTER", "NODES"]).await.contains("fail ")
+    })
+    .await;
+    assert_eq!(cluster.cli(from, &["CLUSTER", "SETSLOT", &slot, "STABLE"]).await, "OK");
+    cluster.nodes_mut()[to].restart().await;
+    assert_eq!(calling.await.expect("no panic").expect("there is time"), COUNTED);
+}

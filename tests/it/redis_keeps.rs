@@ -9,7 +9,12 @@ use std::{
 use futures::future::join_all;
 use quota_share::{
     clock::ManualClock,
-    core::{account::Observation, plan::DimensionSpec, pool::PoolSpec, units::Unit},
+    core::{
+        account::Observation,
+        plan::DimensionSpec,
+        pool::PoolSpec,
+        units::{Amount, Cost, Unit},
+    },
     store::{Ledger, LedgerError, redis::RedisLedger},
 };
 
@@ -147,7 +152,9 @@ async fn who_has_recorded_since_the_last_rise_is_known_however_long_that_is_ago(
     let none = figure(&team, 0.1);
     agree(&mut team, none).await;
     for _ in 0..72 {
-        for call in [a(3), b(1)] {
+        for (key, of_tokens) in [("a", 3), ("b", 1)] {
+            // Of as many requests: a rise is split by tokens.
+            let call = Call::new(key, Cost { requests: Amount::saturating(1), ..tokens(of_tokens) });
             let asked = team.cost(&call, "", "");
             agree(&mut team, asked).await;
         }

@@ -54,7 +54,12 @@ pub(super) struct Reader {
 
 impl Reader {
     /// Starts to read, until it is dropped. Call within the Tokio runtime that lasts as long.
-    pub(super) fn start(client: Client, health: Arc<Health>, clock: Arc<dyn Clock>, budget: Duration) -> Self {
+    pub(super) fn start(
+        client: Client,
+        health: Arc<Health>,
+        clock: Arc<dyn Clock>,
+        budget: Duration,
+    ) -> Self {
         let (queue, receiver) = mpsc::channel(WAITING_MAX);
         let link = Link { client, health, clock, timeout: budget.max(TIMEOUT_MIN) };
         tokio::spawn(run(link.clone(), receiver));
