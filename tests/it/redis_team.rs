@@ -178,12 +178,6 @@ impl Team {
         assert_eq!(self.record(call, "", "").await.expect("an answer"), COUNTED, "{call:?}");
     }
 
-    /// Redis does what the script is asked to.
-    pub(crate) async fn release_nothing(&self) -> bool {
-        let id = ReservationId { pool: self.rig.life, random: [0xff; 12] };
-        self.ledger.release(id, None).await.is_ok()
-    }
-
     pub(crate) async fn try_usage(&self) -> Result<UsageReading, LedgerError> {
         let entry = self.rig.entry();
         self.ledger.usage(self.rig.life, &entry.dimension_keys(), &entry.pool.connections, false).await

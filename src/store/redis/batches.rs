@@ -246,10 +246,6 @@ struct Batch {
 }
 
 impl Batch {
-    fn is_wanted(&self) -> bool {
-        self.calls.iter().any(Waiting::is_wanted)
-    }
-
     fn answer_all(self, sender: &Sender, answer: impl Fn() -> Answer) {
         for call in self.calls {
             // A caller that has hung up hears nothing.
@@ -430,16 +426,34 @@ impl Sender {
             };
             self.0.health.fails(&failure);
             uncertain |= failure.is_unknown();
-            let unwanted = !uncertain && !batches.iter().any(Batch::is_wanted);
-            if (failure.is_final() && !uncertain) || unwanted {
+            if failure.is_final() && !uncertain {
                 return self.give_up(batches, &failed(failure));
             }
             tokio::select! {
                 () = sleep(pause) => {}
                 () = self.0.stop.cancelled() => return self.give_up(batches, &stopped()),
             }
+            if !uncertain {
+                batches = self.wanted(batches);
+                if batches.is_empty() {
+                    return;
+                }
+                command = self.command(&batches);
+            }
             (timeout, pause) = ((2 * timeout).min(ATTEMPT_MAX), (2 * pause).min(PAUSE_MAX));
         }
+    }
+
+    /// What of batches that Redis has not got is still waited for.
+    fn wanted(&self, mut batches: Vec<Batch>) -> Vec<Batch> {
+        batches.retain_mut(|batch| {
+            batch.calls.retain(Waiting::is_wanted);
+            if batch.calls.is_empty() {
+                self.finish(&batch.slot);
+            }
+            !batch.calls.is_empty()
+        });
+        batches
     }
 
     fn command(&self, batches: &[Batch]) -> Command {

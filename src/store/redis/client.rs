@@ -279,3 +279,34 @@ pub(super) fn entries_of(value: Value) -> Vec<Value> {
         _ => Vec::new(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_known_of_a_command_without_an_answer_is_told() {
+        // what fred says | in short
+        let cases = [
+            (ErrorKind::Canceled, "Connection closed unexpectedly.", "not sent"),
+            (ErrorKind::Canceled, "Canceled.", "unknown"),
+            (ErrorKind::Timeout, "Request timed out.", "unknown"),
+            (ErrorKind::IO, "Connection reset by peer (os error 104)", "unknown"),
+            (ErrorKind::Unknown, "NOSCRIPT No matching script. Please use EVAL.", "no script"),
+            (ErrorKind::Unknown, "LOADING Redis is loading the dataset in memory", "passing"),
+            (ErrorKind::Unknown, "OOM command not allowed when used memory > 'maxmemory'.", "final"),
+            (ErrorKind::Auth, "NOPERM User q has no permissions to run the 'eval' command", "final"),
+        ];
+        for (kind, details, want) in cases {
+            let failure = Failure::from(Error::new(kind, details));
+            let got = match &failure {
+                Failure::NotSent => "not sent",
+                _ if failure.is_unknown() => "unknown",
+                _ if failure.is_no_script() => "no script",
+                _ if failure.is_final() => "final",
+                Failure::Refused { .. } | Failure::Unknown(_) => "passing",
+            };
+            assert_eq!(got, want, "{details}");
+        }
+    }
+}

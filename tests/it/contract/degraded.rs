@@ -133,6 +133,13 @@ async fn without_the_shared_counters_nothing_is_acknowledged_or_shown() {
     let watch = pb::WatchPoolUsageRequest { pool_id: pool_id(), ..Default::default() };
     let list = pb::ListReservationsRequest { pool_id: pool_id(), ..Default::default() };
     let reset = pb::ResetUsageRequest { pool_id: pool_id(), ..Default::default() };
+    // What it saw before comes first.
+    let last = loop {
+        match watched.message().await {
+            Ok(Some(_)) => {}
+            ended => break refusal(ended.map(tonic::Response::new)),
+        }
+    };
     let records =
         [refusal(quota.record_consumption(record).await), refusal(quota.record_consumption(settle).await)];
     for refused in &records {
@@ -143,7 +150,7 @@ async fn without_the_shared_counters_nothing_is_acknowledged_or_shown() {
         refusal(quota.report_signals(report).await),
         refusal(pools.get_pool_usage(usage).await),
         refusal(told(pools.watch_pool_usage(watch).await).message().await.map(tonic::Response::new)),
-        refusal(watched.message().await.map(tonic::Response::new)),
+        last,
         refusal(pools.list_reservations(list).await),
         refusal(pools.reset_usage(reset).await),
     ];

@@ -70,14 +70,17 @@ local signals = lazily(function(signals)
   -- The names of those who have recorded on the account and no rise has been split by.
   function signals.recorders_of(account)
     local prefix = string.format('%d', account.number)
-    local names = {}
+    local names, in_order = {}, true
     for _, member in ipairs(redis.call('ZRANGEBYLEX', pool.keys[3], '[' .. prefix .. ':', '(' .. prefix .. ';')) do
       if pool.recording[member] == nil then names[#names + 1] = member:sub(#prefix + 2) end
     end
     for member, is_one in pairs(pool.recording) do
-      if is_one and member:sub(1, #prefix + 1) == prefix .. ':' then names[#names + 1] = member:sub(#prefix + 2) end
+      if is_one and member:sub(1, #prefix + 1) == prefix .. ':' then
+        names[#names + 1] = member:sub(#prefix + 2)
+        in_order = false
+      end
     end
-    table.sort(names, ledger.precedes)
+    if not in_order then table.sort(names, ledger.precedes) end
     return names
   end
 
@@ -91,8 +94,10 @@ local signals = lazily(function(signals)
     ledger.touch(name)
   end
 
-  function signals.each_share(account, change)
-    for _, name in ipairs(ledger.all_names()) do
+  function signals.each_share(account, change, order)
+    local names = ledger.all_names()
+    if order then table.sort(names, order) end
+    for _, name in ipairs(names) do
       local share = signals.share_in(pool.counters_of[name], account)
       if share then
         local slices = #share[S.SINCE]
@@ -194,6 +199,7 @@ local signals = lazily(function(signals)
     local before = rule.figure_of(account.head[H.FRACTION])
     if figure > before then
       local names, shares, slices = signals.recorders_of(account), {}, {}
+      ledger.read_keys(names)
       for index, name in ipairs(names) do
         shares[index] = signals.share_of(name, account)
         slices[index] = #shares[index][S.SINCE]
@@ -202,12 +208,17 @@ local signals = lazily(function(signals)
       for index, name in ipairs(names) do signals.keep_share(name, account, slices[index]) end
       if risen > 0 then ledger.sampler_add(ledger.dimension_of({ account.unit, account.window }), risen) end
     elseif figure < before then
-      local left = figure
+      local left, sum = figure, 0
+      signals.each_share(account, function(share)
+        sum = sum + accounting.scaled(share[S.PART], figure, before)
+      end)
+      -- Who comes first is of concern only where rounding has made too much of the sum.
+      local order = sum > figure and ledger.precedes or nil
       signals.each_share(account, function(share)
         local part = min(accounting.scaled(share[S.PART], figure, before), left)
         left = left - part
         accounting.set_part(account, share, part)
-      end)
+      end, order)
       account.head[H.EXTERNAL] = left
     end
   end

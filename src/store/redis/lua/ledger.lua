@@ -96,13 +96,25 @@ function ledger.key_of(name)
   return ledger.cache_key(name, not pool.all_read and redis.call('HGET', pool.keys[1], name))
 end
 
--- The names of all keys, in the order of their bytes.
+-- The names of all keys, in no order.
 function ledger.all_names()
   ledger.read_all()
   local names = {}
   for name in pairs(pool.counters_of) do names[#names + 1] = name end
-  table.sort(names, ledger.precedes)
   return names
+end
+
+-- Reads many keys at once.
+function ledger.read_keys(names)
+  local missing = {}
+  for index, name in ipairs(names) do
+    if not pool.counters_of[name] and not pool.all_read then missing[#missing + 1] = name end
+    if #missing > 0 and (#missing == 1000 or index == #names) then
+      local stored = redis.call('HMGET', pool.keys[1], unpack(missing))
+      for at, of in ipairs(missing) do ledger.cache_key(of, stored[at]) end
+      missing = {}
+    end
+  end
 end
 
 function ledger.touch(name) pool.changed[name] = pool.counters_of[name] end
