@@ -14,10 +14,6 @@ local KEYS_AT_ONCE_MAX = 128
 
 local batch = {}
 
--- What is kept of a pool as a whole, in the order of store/redis/wire.rs, State.
-local STATE = { 'now', 'born', 'dimensions', 'next_deadline', 'next_window_end', 'accounts_made', 'generations', 'open',
-  'expires_at', 'lives_until', 'compact_at' }
-
 function batch.new_state()
   local generations = { 0, { 0, 0, 0, 0 }, { 0, 0, 0, 0 }, { 0, 0, 0, 0 } }
   return { pool.clock, pool.clock, {}, 0, 0, 0, generations, 0, 0, 0, pool.clock + HOUR_MS }
@@ -25,20 +21,22 @@ end
 
 function batch.load(packed)
   local state = packed and unpack_message(packed) or batch.new_state()
+  local ids = state[7]
   pool = { keys = pool.keys, clock = pool.clock, stepped_back = false, lag = 0, all_read = false,
+    now = state[1], born = state[2], dimensions = state[3], next_deadline = state[4], next_window_end = state[5],
+    accounts_made = state[6], generations = { ids[2], ids[3], ids[4], current = ids[1], emptied = {} },
+    open = state[8], expires_at = state[9], lives_until = state[10], compact_at = state[11],
     counters_of = {}, accounts = {}, holds = {}, deadlines = {}, recording = {}, changed = {}, removed = {},
     ids_written = { {}, {}, {} }, ended = { settled = 0, released = 0, expired = 0 } }
-  for position, name in ipairs(STATE) do pool[name] = state[position] end
-  local of = pool.generations
-  pool.generations = { of[2], of[3], of[4], current = of[1], emptied = {} }
 end
 
 function batch.packed_state()
-  local state, dimensions, generations = {}, {}, pool.generations
-  for position, name in ipairs(STATE) do state[position] = pool[name] end
-  for index, of in ipairs(pool.dimensions) do dimensions[index] = ledger.without_holes(of, D.SAMPLED) end
-  state[3], state[7] = dimensions, { generations.current, generations[1], generations[2], generations[3] }
-  return pack(state)
+  local dimensions, ids = {}, pool.generations
+  for index, of in ipairs(pool.dimensions) do
+    dimensions[index] = of[D.RATE] and of or ledger.without_holes(of, D.SAMPLED)
+  end
+  return pack({ pool.now, pool.born, dimensions, pool.next_deadline, pool.next_window_end, pool.accounts_made,
+    { ids.current, ids[1], ids[2], ids[3] }, pool.open, pool.expires_at, pool.lives_until, pool.compact_at })
 end
 
 function batch.packed_field(field, value)
@@ -197,8 +195,8 @@ if not pool.clock then
 end
 local replies = {}
 for index = 2, #ARGV do
-  pool.keys = {}
-  for at = 1, 7 do pool.keys[at] = KEYS[(index - 2) * 7 + at] end
+  local first = (index - 2) * 7 + 1
+  pool.keys = { unpack(KEYS, first, first + 6) }
   local succeeded, reply = pcall(batch.apply, unpack_message(ARGV[index]))
   replies[index - 1] = succeeded and reply or { false, tostring(type(reply) == 'table' and reply.err or reply) }
 end
