@@ -399,7 +399,7 @@ async fn a_wrong_password_is_said_and_not_shown() {
 }
 
 /// All that a user of Redis needs to be allowed; README names the same.
-const COMMANDS: &str = "+client|id +time +set +get +info +eval +evalsha +hmget +exists +hgetall +hget +hset +hdel +zadd +zrem +zrange \
+const COMMANDS: &str = "+client|id +time +set +get +info +eval +evalsha +hmget +hgetall +hget +hset +hdel +zadd +zrem +zrange \
                         +zrangebyscore +zrevrange +zrangebylex +pexpire +unlink";
 
 #[tokio::test]
@@ -445,7 +445,7 @@ async fn a_pool_takes_up_to_its_bound_of_calls_while_redis_is_gone_and_all_are_u
         let answers = join_all(records.iter().map(|record| ledger.record(team.rig.life, record))).await;
         for answer in answers {
             assert!(is_unreachable(&answer), "{answer:?}");
-        eprintln!("DBG {}", failing(&ledger));
+            eprintln!("DBG {}", failing(&ledger));
         }
     }
     let held = team.hold(&a(1), HOUR_MS, "").await;

@@ -544,3 +544,15 @@ pub(super) fn broken(said: &str) -> StoreError {
 pub(super) fn stopped() -> StoreError {
     broken("the service is stopping")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::{ManualClock, SystemClock};
+
+    #[test]
+    fn a_released_service_leaves_the_time_to_redis() {
+        assert_eq!(now_for(&SystemClock), "");
+        assert_eq!(now_for(&ManualClock::new(Timestamp::from_unix_ms(17))), "17");
+    }
+}

@@ -1,7 +1,7 @@
 //! The connection to Redis: the one file that knows fred.
 //!
-//! fred is told never to send a command twice on its own and never to wait without a bound. Commands are awaited in tasks
-//! that live on when a caller hangs up: a future of fred's that is dropped leaves its command in the queue.
+//! fred is told never to repeat a command that was in flight and never to wait without a bound. Commands are awaited in
+//! tasks that live on when a caller hangs up: a future of fred's that is dropped leaves its command in the queue.
 
 use std::{fmt, sync::Arc, time::Duration};
 

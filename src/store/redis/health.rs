@@ -41,6 +41,8 @@ pub(super) struct Health {
     answers: AtomicBool,
     /// That it does not answer was said.
     silence_said: AtomicBool,
+    /// It refuses what is to be written, whatever it answers else.
+    refuses: AtomicBool,
     knows_layout: AtomicBool,
     newer_layout: AtomicU64,
     evicting: Mutex<Option<String>>,
@@ -60,6 +62,7 @@ impl Health {
             failing: Mutex::new(Some(not_reached())),
             answers: AtomicBool::new(false),
             silence_said: AtomicBool::new(false),
+            refuses: AtomicBool::new(false),
             knows_layout: AtomicBool::new(false),
             newer_layout: AtomicU64::new(0),
             evicting: Mutex::new(None),
@@ -95,8 +98,16 @@ impl Health {
         });
     }
 
+    /// Redis has answered what only reads. That it writes again is for a batch to tell.
+    pub(super) fn answers_reads(&self) {
+        if !self.refuses.load(Ordering::Relaxed) {
+            self.answers();
+        }
+    }
+
     /// Redis has answered. The change is said once.
     pub(super) fn answers(&self) {
+        self.refuses.store(false, Ordering::Relaxed);
         if !self.answers.swap(true, Ordering::Relaxed) {
             *self.failing.lock() = None;
             self.silence_said.store(false, Ordering::Relaxed);
@@ -110,6 +121,7 @@ impl Health {
             tracing::warn!(error = failure as &dyn std::error::Error, "Redis does not answer as it should");
         }
         *self.failing.lock() = Some(failed(failure.clone()));
+        self.refuses.fetch_or(matches!(failure, Failure::Refused { .. }), Ordering::Relaxed);
         self.answers.store(false, Ordering::Relaxed);
     }
 

@@ -164,7 +164,7 @@ impl Link {
         let hashes = groups.iter().map(Group::command);
         match self.client.pipeline([time].into_iter().chain(hashes).collect(), self.timeout).await {
             Ok(answers) => {
-                self.health.answers();
+                self.health.answers_reads();
                 let mut answers = answers.into_iter();
                 let said = answers.next().and_then(Result::ok).and_then(instant_of);
                 if let Some(at) = said {

@@ -68,15 +68,12 @@ async fn look(client: &Client, health: &Health) -> Result<(), Failure> {
     if let Some(now) = instant_of(client.call(command("TIME", &[]), TIMEOUT).await?) {
         health.clock_said(now);
     }
-    let mine = LAYOUT.to_string();
-    client.call(command("SET", &[LAYOUT_KEY, &mine, "NX"]), TIMEOUT).await?;
     let layout = bytes_of(client.call(command("GET", &[LAYOUT_KEY]), TIMEOUT).await?);
     let layout = layout.and_then(|layout| std::str::from_utf8(&layout).ok()?.parse().ok());
-    let layout = layout.unwrap_or(LAYOUT);
-    health.met_layout(layout);
-    if layout < LAYOUT {
-        client.call(command("SET", &[LAYOUT_KEY, &mine]), TIMEOUT).await?;
+    if layout.is_none_or(|layout: u32| layout < LAYOUT) {
+        client.call(command("SET", &[LAYOUT_KEY, &LAYOUT.to_string()]), TIMEOUT).await?;
     }
+    health.met_layout(layout.unwrap_or(LAYOUT));
     let mut evicting = None;
     for answer in client.on_every_node(&command("INFO", &["memory"]), TIMEOUT).await {
         evicting = evicting.or(policy(&answer.map(bytes_of)?.unwrap_or_default()));
