@@ -130,7 +130,7 @@ impl RedisLedger {
         }
     }
 
-    /// The part of the pool that `keys` and the accounts of `connections` in `dimensions` are; `None` if Redis has to look
+    /// The part of the pool that `api_key` and the accounts of `connections` in `dimensions` are; `None` if Redis has to look
     /// itself: nothing is there, or something has come to its end.
     async fn part(
         &self,
