@@ -520,3 +520,47 @@ async fn a_check_waits_as_long_as_it_may() {
     proxy.delay(Duration::from_millis(300));
     assert!(team.check(&a(1)).await.is_ok());
 }
+
+#[tokio::test]
+async fn a_request_whose_reservation_was_taken_back_is_decided_afresh() {
+    if redis_is_missing() {
+        return;
+    }
+    let redis = TestRedis::start().await;
+    let ledger = hurried(&redis.url(), standing(), Duration::from_millis(500)).await;
+    let mut team = Team::usual(&ledger, 100.0);
+    until("there is a pool", async || team.record(&a(1), "one", "").await.is_ok()).await;
+    redis.pause().await;
+    assert!(is_unreachable(&team.hold(&a(10), HOUR_MS, "request").await));
+    redis.wake();
+    until("it is taken back", async || ledger.condition().ended.released == 1).await;
+    let mut again = None;
+    until("it is asked again", async || {
+        again = team.hold(&a(10), HOUR_MS, "request").await.ok();
+        again.is_some()
+    })
+    .await;
+    let reserved = again.and_then(|(_, reserved)| reserved).expect("there is room");
+    assert!(!reserved.repeated, "{reserved:?}");
+    assert_eq!(team.total().await, (1.0, 10.0));
+}
+
+#[tokio::test]
+async fn a_reservation_ends_though_the_deadlines_are_lost() {
+    if redis_is_missing() {
+        return;
+    }
+    let redis = TestRedis::shared().await;
+    let clock = standing();
+    let ledger = reached(&redis.url(), clock.clone()).await;
+    let mut team = Team::usual(&ledger, 100.0);
+    team.must_hold(&a(10), MINUTE_MS).await;
+    team.must_hold(&a(20), HOUR_MS).await;
+    assert_eq!(redis.cli(&["DEL", &format!("{}:deadlines", team.hash())]).await, "1");
+    clock.advance(Duration::from_millis(MINUTE_MS));
+    assert!(team.check(&a(1)).await.is_ok());
+    assert_eq!(team.total().await, (0.0, 20.0));
+    clock.advance(Duration::from_millis(HOUR_MS));
+    assert!(team.check(&a(1)).await.is_ok());
+    assert_eq!(team.total().await, (0.0, 0.0));
+}

@@ -154,7 +154,8 @@ impl Slot {
     }
 
     pub(super) fn remove(&self) {
-        self.state.lock().removed = true;
+        let mut state = self.state.lock();
+        (state.removed, state.header) = (true, None);
     }
 
     pub(super) fn known(&self) -> Known {
@@ -413,7 +414,7 @@ impl Sender {
                     let Some((refused, failure)) = self.distribute(batches, replies) else {
                         return;
                     };
-                    (batches, uncertain) = (refused, false);
+                    batches = refused;
                     command = self.command(&batches);
                     failure
                 }
@@ -517,6 +518,10 @@ impl Sender {
                 return batch.answer_all(self, || Err(error.clone().into()));
             }
         };
+        if answers.len() != batch.calls.len() {
+            let error = broken("an answer of another number of calls");
+            return batch.answer_all(self, || Err(error.clone().into()));
+        }
         self.0.health.heard(&batch.slot, &header);
         batch.slot.heard(header);
         for (call, answer) in batch.calls.into_iter().zip(answers) {

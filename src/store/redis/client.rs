@@ -104,6 +104,11 @@ impl Failure {
         matches!(self, Failure::Refused { word, .. } if word == "WRONGTYPE")
     }
 
+    /// Redis answers, and lets nothing be written.
+    pub(super) fn is_of_writes(&self) -> bool {
+        matches!(self, Failure::Refused { word, .. } if REFUSALS_IN_SCRIPT.contains(&word.as_str()))
+    }
+
     /// The command may have been done.
     pub(super) fn is_unknown(&self) -> bool {
         matches!(self, Failure::Unknown(_))

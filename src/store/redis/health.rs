@@ -29,6 +29,9 @@ pub(super) fn not_reached() -> StoreError {
     broken("it has not been reached yet")
 }
 
+/// How long it is not said again that Redis does not answer.
+const SAID_AGAIN_AFTER: Duration = Duration::from_secs(10);
+
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Health {
@@ -39,8 +42,9 @@ pub(super) struct Health {
     estimates: Mutex<Option<(Instant, i64, i64)>>,
     failing: Mutex<Option<StoreError>>,
     answers: AtomicBool,
-    /// That it does not answer was said.
+    /// That it does not answer was said, and when that was last.
     silence_said: AtomicBool,
+    last_said: Mutex<Option<Instant>>,
     /// It refuses what is to be written, whatever it answers else.
     refuses: AtomicBool,
     knows_layout: AtomicBool,
@@ -62,6 +66,7 @@ impl Health {
             failing: Mutex::new(Some(not_reached())),
             answers: AtomicBool::new(false),
             silence_said: AtomicBool::new(false),
+            last_said: Mutex::new(None),
             refuses: AtomicBool::new(false),
             knows_layout: AtomicBool::new(false),
             newer_layout: AtomicU64::new(0),
@@ -110,18 +115,23 @@ impl Health {
         self.refuses.store(false, Ordering::Relaxed);
         if !self.answers.swap(true, Ordering::Relaxed) {
             *self.failing.lock() = None;
-            self.silence_said.store(false, Ordering::Relaxed);
-            tracing::info!("Redis answers");
+            // Where one node of several fails, answers and failures take turns.
+            if self.silence_said.swap(false, Ordering::Relaxed) || self.last_said.lock().is_none() {
+                tracing::info!("Redis answers");
+            }
         }
     }
 
     /// Redis has not done what it was asked. The change is said once.
     pub(super) fn fails(&self, failure: &Failure) {
-        if !self.silence_said.swap(true, Ordering::Relaxed) {
+        let mut last_said = self.last_said.lock();
+        let of_late = last_said.is_some_and(|at| at.elapsed() < SAID_AGAIN_AFTER);
+        if !of_late && !self.silence_said.swap(true, Ordering::Relaxed) {
+            *last_said = Some(Instant::now());
             tracing::warn!(error = failure as &dyn std::error::Error, "Redis does not answer as it should");
         }
         *self.failing.lock() = Some(failed(failure.clone()));
-        self.refuses.fetch_or(matches!(failure, Failure::Refused { .. }), Ordering::Relaxed);
+        self.refuses.fetch_or(failure.is_of_writes(), Ordering::Relaxed);
         self.answers.store(false, Ordering::Relaxed);
     }
 

@@ -26,7 +26,7 @@ use crate::{
         account::{Observation, Unread},
         admission::{Counters, Reading, Reserved},
         charge::{Charge, PerCheck},
-        ids::{ApiKeyId, ConnectionId, PoolRevision, ReservationId, digest},
+        ids::{ApiKeyId, CallId, ConnectionId, PoolRevision, ReservationId, digest},
         ledger::{
             CLOCK_STEP_MS, Consumption, Enforced, Hold, HoldRequest, PoolLedger, Recorded, ReservationState,
             Settlement, UsageReading,
@@ -224,6 +224,7 @@ struct Unanswered<'a> {
     ledger: &'a RedisLedger,
     slot: &'a Arc<Slot>,
     random: [u8; 12],
+    request: Option<CallId>,
     answered: bool,
 }
 
@@ -233,7 +234,7 @@ impl Drop for Unanswered<'_> {
             return;
         }
         // Where too much waits already, the deadline will do.
-        let _ = self.ledger.sender.submit_unheard(self.slot, Call::release(self.random, None));
+        let _ = self.ledger.sender.submit_unheard(self.slot, Call::take_back(self.random, self.request));
     }
 }
 
@@ -255,9 +256,20 @@ impl Ledger for RedisLedger {
         let slot = self.slot(charge.pool)?;
         let budget = self.options.timeout;
         let not_after = self.health.redis_now().map(|now| now.plus_ms(budget.as_millis() as u64));
-        let mut guard = Unanswered { ledger: self, slot: &slot, random: wish.random, answered: false };
+        let mut guard = Unanswered {
+            ledger: self,
+            slot: &slot,
+            random: wish.random,
+            request: Call::request_of(&wish),
+            answered: false,
+        };
         let call = Call::enforce(charge, &wish, not_after);
         let answer = self.call::<EnforceAnswer>(&slot, call, Some(wish.random), budget).await;
+        // Too much that waits for Redis is Redis out of reach: the pool's failure mode decides.
+        let answer = answer.map_err(|error| match error {
+            LedgerError::Full { .. } => LedgerError::Unreachable(broken("too many calls wait for it")),
+            error => error,
+        });
         guard.answered = !matches!(answer, Err(LedgerError::Unreachable(_)));
         let (reading, reserved) = answer?;
         let reserved = reserved.map(|(random, deadline, repeated)| {
@@ -358,6 +370,10 @@ impl Ledger for RedisLedger {
             slot => slot?,
         };
         let answer = self.call::<()>(&slot, Call::remove(), None, self.look_timeout()).await;
+        if matches!(answer, Err(LedgerError::Unreachable(_))) {
+            // The other replicas are to hear of it when Redis is back.
+            self.sender.submit_unheard(&slot, Call::remove())?;
+        }
         // Whether Redis has heard it or not: this replica has no such pool.
         slot.remove();
         match answer {

@@ -7,7 +7,7 @@ use fred::types::Value;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 use super::{
-    batches::{Slot, failed, stopped},
+    batches::{Slot, broken, failed, stopped},
     client::{Client, Command, bytes_of, entries_of},
     health::Health,
     keys::{REMOVED, STATE},
@@ -98,7 +98,8 @@ impl Reader {
     pub(super) async fn read(&self, slot: &Arc<Slot>, fields: Vec<Bytes>) -> Result<Fields, LedgerError> {
         let (answer, receiver) = oneshot::channel();
         let read = Read { slot: Arc::clone(slot), fields, answer };
-        let full = |_| LedgerError::Full { what: "reads that wait for Redis", max: WAITING_MAX as u64 };
+        // The pool's failure mode decides.
+        let full = |_| LedgerError::Unreachable(broken("too many reads wait for it"));
         self.queue.try_send(read).map_err(full)?;
         receiver.await.unwrap_or_else(|_| Err(LedgerError::Unreachable(stopped())))
     }

@@ -49,7 +49,7 @@ async fn look_after_each<T: Clone>(
                 () = stop.cancelled() => return,
             }
         }
-        health.answers();
+        health.answers_reads();
         let next = tokio::select! {
             next = connected.recv() => next,
             () = stop.cancelled() => return,

@@ -54,8 +54,7 @@ impl Call {
 
     /// Nothing is held after `not_after`, by Redis' clock.
     pub(super) fn enforce(charge: &Charge, wish: &HoldRequest, not_after: Option<Timestamp>) -> Self {
-        let request = Some(wish.request_id.as_str()).filter(|id| !id.is_empty());
-        let request = request.map(|id| CallId::of_request_id(&wish.connection, id));
+        let request = Self::request_of(wish);
         Self::new("enforce", 9)
             .with(charge)
             .with_bytes(Some(&wish.random))
@@ -87,6 +86,20 @@ impl Call {
 
     pub(super) fn release(random: [u8; 12], api_key: Option<&ApiKeyId>) -> Self {
         Self::new("release", 2).with_bytes(Some(&random)).with(&api_key)
+    }
+
+    /// Gives back what a call that nobody has heard of may hold, and forgets its request.
+    pub(super) fn take_back(random: [u8; 12], request: Option<CallId>) -> Self {
+        Self::new("release", 3)
+            .with_bytes(Some(&random))
+            .with(&())
+            .with_bytes(request.as_ref().map(|call| &call.0[..]))
+    }
+
+    /// What a wish's request id is remembered by.
+    pub(super) fn request_of(wish: &HoldRequest) -> Option<CallId> {
+        let request = Some(wish.request_id.as_str()).filter(|id| !id.is_empty());
+        request.map(|id| CallId::of_request_id(&wish.connection, id))
     }
 
     pub(super) fn reservation(pool: PoolRevision, consumption: &Consumption, settles: Settlement) -> Self {

@@ -60,6 +60,9 @@ function batch.is_nothing(field, value)
   return true
 end
 
+-- Until when all is kept that lives now.
+function batch.expiry() return max(pool.lives_until, pool.now + SENDER_LIFE_MS) + DAY_MS end
+
 function batch.write_deadlines()
   if next(pool.deadlines) == nil then return end
   for random, deadline in pairs(pool.deadlines) do
@@ -69,12 +72,9 @@ function batch.write_deadlines()
       redis.call('ZREM', pool.keys[2], random)
     end
   end
-  redis.call('PEXPIRE', pool.keys[2], RESERVE_MS_MAX + DAY_MS)
+  redis.call('PEXPIRE', pool.keys[2], string.format('%.0f', batch.expiry() - pool.now))
   pool.next_deadline = tonumber(redis.call('ZRANGE', pool.keys[2], 0, 0, 'WITHSCORES')[2]) or 0
 end
-
--- Until when all is kept that lives now.
-function batch.expiry() return max(pool.lives_until, pool.now + SENDER_LIFE_MS) + DAY_MS end
 
 function batch.write_recorders()
   if next(pool.recording) == nil then return end
@@ -128,8 +128,7 @@ function batch.save(sender, sequence, answers)
   redis.call('HSET', pool.keys[1], unpack(fields))
   if extended then
     local life = string.format('%.0f', pool.expires_at - pool.now)
-    redis.call('PEXPIRE', pool.keys[1], life)
-    redis.call('PEXPIRE', pool.keys[3], life)
+    for index = 1, 3 do redis.call('PEXPIRE', pool.keys[index], life) end
     redis.call('SET', pool.keys[7], string.format('%.0f', pool.expires_at))
   end
 end
@@ -178,7 +177,7 @@ function batch.apply(message)
   for index, of in ipairs(calls) do
     if of[1] == 'remove' then
       redis.call('UNLINK', unpack(pool.keys))
-      redis.call('SET', pool.keys[7], 'removed', 'PX', DAY_MS)
+      redis.call('SET', pool.keys[7], 'removed')
       return { pack('removed') }
     end
     answers[index] = pack(call[of[1]](unpack(of, 2, ARGUMENTS_MAX + 1)))

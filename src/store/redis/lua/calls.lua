@@ -3,9 +3,16 @@
 
 function ledger.advance()
   if pool.next_deadline > 0 and pool.next_deadline <= pool.now then
-    for _, random in ipairs(redis.call('ZRANGEBYSCORE', pool.keys[2], '-inf', string.format('%.0f', pool.now))) do
-      ledger.give_back(random, ledger.hold_of(random))
-      pool.ended.expired = pool.ended.expired + 1
+    local ended = redis.call('ZRANGEBYSCORE', pool.keys[2], '-inf', string.format('%.0f', pool.now))
+    if #ended == 0 then ended = upkeep.read_deadlines() end
+    for _, random in ipairs(ended) do
+      local of = ledger.hold_of(random)
+      if of then
+        ledger.give_back(random, of)
+        pool.ended.expired = pool.ended.expired + 1
+      else
+        pool.deadlines[random] = false
+      end
     end
   end
   if pool.next_window_end > 0 and pool.next_window_end <= pool.now then signals.end_windows() end
@@ -152,7 +159,9 @@ function call.record(name, connection, cost, observations, counts, settles, rand
   return { Ok = { duplicate, late, unread } }
 end
 
-function call.release(random, name)
+-- With `request`, of a caller that has heard of nothing: the request that made it is to be decided afresh.
+function call.release(random, name, request)
+  if request then ledger.forget(request, random) end
   local held = ledger.hold_of(random)
   if not held then return { Ok = false } end
   if name and name ~= held[R.KEY] then return { Err = 'ForeignKey' } end

@@ -235,6 +235,16 @@ function ledger.remember(id, ends_at, late, fingerprint, random)
   ledger.live_until(ends_at)
 end
 
+-- Forgets a request that made the reservation `random`.
+function ledger.forget(id, random)
+  for index = 1, GENERATIONS do
+    local packed = pool.ids_written[index][id] or redis.call('HGET', pool.keys[3 + index], id)
+    if packed and packed:sub(20) == random then
+      pool.ids_written[index][id] = struct.pack('>I6B', 0, 0) .. packed:sub(8)
+    end
+  end
+end
+
 -- Reservations.
 
 function ledger.cache_hold(random, packed)
@@ -295,7 +305,7 @@ function ledger.first_open(count)
   if pool.open > #listed then
     stored = redis.call('ZREVRANGE', pool.keys[2], 0, unwritten, 'WITHSCORES')
     for index = #stored, 2, -2 do
-      if pool.deadlines[stored[index - 1]] == nil then last = max(last, tonumber(stored[index])) end
+      if pool.deadlines[stored[index - 1]] == nil then last = max(last or 0, tonumber(stored[index])) end
     end
   end
   return listed, last

@@ -62,42 +62,86 @@ local upkeep = lazily(function(upkeep)
     upkeep.cut_ids(before, latest + ID_LIFE_MS_MAX, latest)
   end
 
-  -- Drops keys and dimensions whose counters have aged out, accounts of which nothing is left to know, and what ended
-  -- senders have left.
-  function upkeep.compact()
-    for _, account in ipairs(signals.all_accounts()) do
-      signals.each_share(account, function(share) accounting.share_forget(share, max(0, pool.now - account.window)) end)
+  -- The set of deadlines is gone though something is held: it is made again of what is held. Returns what has ended.
+  function upkeep.read_deadlines()
+    local ended = {}
+    pool.open = 0
+    local fields = redis.call('HGETALL', pool.keys[1])
+    for index = 1, #fields, 2 do
+      local field = fields[index]
+      if field:sub(1, 1) == HOLD then
+        local random = field:sub(2)
+        local of = ledger.cache_hold(random, fields[index + 1])
+        pool.open = pool.open + 1
+        pool.deadlines[random] = of[R.DEADLINE]
+        if of[R.DEADLINE] <= pool.now then ended[#ended + 1] = random end
+      end
+    end
+    return ended
+  end
+
+  function upkeep.is_idle(counter, window)
+    return counter[4] == 0 and rule.counter_is_spent(counter, floor(pool.now / window))
+  end
+
+  -- Forgets what was recorded on accounts longer ago than a window, and accounts of which nothing is left to know.
+  function upkeep.compact_accounts()
+    local by_number = {}
+    for _, account in ipairs(signals.all_accounts()) do by_number[account.number] = account end
+    for name, key in pairs(pool.counters_of) do
+      for index = #key[K.SHARES], 1, -1 do
+        local share = key[K.SHARES][index]
+        local account, slices = by_number[share[1]], #share[S.SINCE]
+        if account and slices > 0 then
+          accounting.share_forget(share, max(0, pool.now - account.window))
+          if #share[S.SINCE] < slices then signals.keep_share(name, account, slices) end
+        end
+      end
+    end
+    for _, account in pairs(by_number) do
       if accounting.head_is_idle(account.head, account.window, pool.now) then
         signals.forget_account(account, 0)
-        pool.changed[account.field], pool.removed[account.field], pool.accounts[account.field] = nil, true, false
+        pool.changed[account.field], pool.removed[account.field] = nil, true
+        pool.accounts[account.field] = false
       end
     end
     signals.find_next_window_end()
-    local function is_idle(counter, window)
-      return counter[4] == 0 and rule.counter_is_spent(counter, floor(pool.now / window))
-    end
+  end
+
+  -- Which dimensions stay: where each will stand.
+  function upkeep.compact_dimensions()
     local kept, place = {}, {}
     for position, of in ipairs(pool.dimensions) do
       local is_live = of[D.SAMPLED_AT] and rule.ms_since(pool.now, of[D.SAMPLED_AT]) < SAMPLES_MAX * SAMPLE_INTERVAL_MS
-      if is_live or not is_idle(of[D.TOTAL], of[D.WINDOW]) then
+      if is_live or not upkeep.is_idle(of[D.TOTAL], of[D.WINDOW]) then
         kept[#kept + 1] = of
         place[position] = #kept
       else
         pool.removed[SAMPLES .. of[D.UNIT] .. ':' .. string.format('%.0f', of[D.WINDOW])] = true
       end
     end
+    return kept, place
+  end
+
+  -- Drops keys and dimensions whose counters have aged out, and what ended senders have left.
+  function upkeep.compact()
+    upkeep.compact_accounts()
+    local kept, place = upkeep.compact_dimensions()
+    local all_stay = #kept == #pool.dimensions
     for _, name in ipairs(ledger.all_names()) do
       local key, counters, models, is_used = pool.counters_of[name], {}, {}, false
       for position, counter in ipairs(key[K.COUNTERS]) do
-        is_used = is_used or not is_idle(counter, pool.dimensions[position][D.WINDOW])
+        is_used = is_used or not upkeep.is_idle(counter, pool.dimensions[position][D.WINDOW])
         if place[position] then counters[place[position]] = counter end
       end
       for _, of in ipairs(key[K.MODELS]) do
-        if not is_idle(of[4], of[3]) then models[#models + 1] = of end
+        if not upkeep.is_idle(of[4], of[3]) then models[#models + 1] = of end
       end
       if not is_used then counters = {} end
-      pool.counters_of[name] = { counters, models, key[K.SHARES] }
-      ledger.touch(name)
+      if not all_stay or #counters ~= #key[K.COUNTERS] or #models ~= #key[K.MODELS] then
+        pool.counters_of[name] = { counters, models, key[K.SHARES] }
+        ledger.touch(name)
+      end
     end
     pool.dimensions = kept
     local fields = redis.call('HGETALL', pool.keys[1])
@@ -107,7 +151,8 @@ local upkeep = lazily(function(upkeep)
         pool.removed[field] = true
       end
     end
-    pool.compact_at = pool.now + HOUR_MS
+    -- Not all pools at once.
+    pool.compact_at = pool.now + HOUR_MS + pool.born % HOUR_MS
   end
 
   -- Sets what is recorded to zero: of one key or of all, in one dimension or, model caps included, in all.
