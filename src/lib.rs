@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   transport ──▶ service ──▶ core ◀── store
-//!   gRPC,         one async   pure     counters in memory,
-//!   wire types    fn a use             durable in SQLite
+//!   gRPC,         one async   pure     counters in memory and
+//!   wire types    fn a use             SQLite, or in Redis
 //!                 case
 //! ```
 //!

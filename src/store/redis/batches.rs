@@ -5,17 +5,15 @@
 //! travel together.
 
 use std::{
-    collections::VecDeque,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
     time::Duration,
 };
 
 use bytes::Bytes;
 use fred::types::Value;
-use parking_lot::Mutex;
 use sha1::{Digest, Sha1};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot},
@@ -27,13 +25,10 @@ use super::{
     STORE,
     client::{Client, Command, Failure, bytes_of, entries_of},
     health::Health,
-    keys,
+    slot::{Batch, Counted, Slot, Waiting},
     wire::{self, Call, Header},
 };
-use crate::{
-    core::{ids::PoolRevision, units::Timestamp},
-    store::{LedgerError, StoreError},
-};
+use crate::store::{LedgerError, StoreError};
 
 /// The script, as Redis gets it.
 pub(super) const SCRIPT: &str = concat!(
@@ -46,16 +41,12 @@ pub(super) const SCRIPT: &str = concat!(
     include_str!("lua/batch.lua"),
 );
 
-/// Most calls of one pool that travel together.
-const BATCH_CALLS_MAX: usize = 128;
 /// Most calls of all pools that travel together, to bound how long a script runs.
 const MESSAGE_CALLS_MAX: usize = 256;
 /// Messages to one node that are under way together: enough to keep a distant Redis at work, few enough that calls meet.
 const MESSAGES_UNDER_WAY_MAX: usize = 4;
 /// Pools of a cluster that have a message under way together.
 const CLUSTER_MESSAGES_MAX: usize = 1_024;
-/// Most calls of one pool that wait.
-const WAITING_MAX: usize = 20_000;
 /// How long the first attempt of a batch waits for its answer; each further one twice as long.
 const ATTEMPT_MIN: Duration = Duration::from_millis(200);
 const ATTEMPT_MAX: Duration = Duration::from_secs(5);
@@ -64,187 +55,6 @@ const PAUSE_MIN: Duration = Duration::from_millis(5);
 const PAUSE_MAX: Duration = Duration::from_millis(500);
 
 pub(super) type Answer = Result<Bytes, LedgerError>;
-
-/// One life of a pool.
-#[derive(Debug)]
-pub(super) struct Slot {
-    pub(super) pool: PoolRevision,
-    keys: [Bytes; 7],
-    state: Mutex<SlotState>,
-    /// Something is known of an account of its connections.
-    pub(super) has_accounts: AtomicBool,
-}
-
-#[derive(Debug, Default)]
-struct SlotState {
-    waiting: VecDeque<Waiting>,
-    /// A batch is under way, or the sender has been told.
-    busy: bool,
-    sequence: u64,
-    removed: bool,
-    /// Of the last answer.
-    header: Option<Header>,
-    /// That the counters are gone was said, and there was no answer since.
-    loss_said: bool,
-}
-
-#[derive(Debug)]
-struct Waiting {
-    call: Call,
-    _counted: Counted,
-    /// Nobody waits for what has none.
-    answer: Option<oneshot::Sender<Answer>>,
-    /// The reservation that it may make.
-    makes: Option<[u8; 12]>,
-}
-
-/// Counts one for as long as it lives.
-#[derive(Debug)]
-struct Counted(Arc<AtomicU64>);
-
-impl Counted {
-    fn new(count: &Arc<AtomicU64>) -> Self {
-        count.fetch_add(1, Ordering::Relaxed);
-        Self(Arc::clone(count))
-    }
-}
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// What has ended in Redis, as far as this process has heard, and how much is kept.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Known {
-    pub(super) open_reservations: u64,
-    pub(super) remembered_ids: u64,
-}
-
-impl Waiting {
-    /// Somebody waits for it, or it has to be done all the same.
-    fn is_wanted(&self) -> bool {
-        self.answer.as_ref().is_none_or(|answer| !answer.is_closed())
-    }
-}
-
-impl Slot {
-    pub(super) fn new(pool: PoolRevision) -> Self {
-        Self {
-            pool,
-            keys: keys::of_pool(pool),
-            state: Mutex::default(),
-            has_accounts: AtomicBool::new(false),
-        }
-    }
-
-    /// The hash of the pool.
-    pub(super) fn hash(&self) -> Bytes {
-        self.keys[0].clone()
-    }
-
-    /// Where it is written until when there must be counters.
-    pub(super) fn mark(&self) -> Bytes {
-        self.keys[6].clone()
-    }
-
-    pub(super) fn is_removed(&self) -> bool {
-        self.state.lock().removed
-    }
-
-    pub(super) fn remove(&self) {
-        let mut state = self.state.lock();
-        (state.removed, state.header) = (true, None);
-    }
-
-    pub(super) fn known(&self) -> Known {
-        let header = self.state.lock().header;
-        header.map_or_else(Known::default, |header| Known {
-            open_reservations: header.open_reservations,
-            remembered_ids: header.remembered_ids,
-        })
-    }
-
-    /// Counters that were begun at `born` are those that were known, if any were; true if others should still be there.
-    pub(super) fn has_lost(&self, born: Option<Timestamp>, clock: Timestamp) -> bool {
-        let mut state = self.state.lock();
-        let Some(known) = state.header else { return false };
-        let lost = born != Some(known.born) && clock < known.expires_at;
-        if lost {
-            // Said once.
-            state.header = None;
-            state.loss_said = true;
-        }
-        lost
-    }
-
-    /// That the counters are gone was said already.
-    pub(super) fn has_said_loss(&self) -> bool {
-        self.state.lock().loss_said
-    }
-
-    fn heard(&self, header: Header) {
-        let mut state = self.state.lock();
-        (state.header, state.loss_said) = (Some(header), false);
-    }
-
-    /// Takes back a call that may make the reservation `random` if it has not been sent; false if it has.
-    pub(super) fn withdraw(&self, random: [u8; 12]) -> bool {
-        let mut state = self.state.lock();
-        let found = state.waiting.iter().position(|waiting| waiting.makes == Some(random));
-        found.is_some_and(|index| state.waiting.remove(index).is_some())
-    }
-
-    /// Queues a call; true if the sender has to be told.
-    fn push(&self, waiting: Waiting) -> Result<bool, LedgerError> {
-        let mut state = self.state.lock();
-        if state.waiting.len() >= WAITING_MAX {
-            state.waiting.retain(Waiting::is_wanted);
-        }
-        if state.waiting.len() >= WAITING_MAX {
-            let max = WAITING_MAX as u64;
-            return Err(LedgerError::Full { what: "calls of a pool that wait for Redis", max });
-        }
-        state.waiting.push_back(waiting);
-        Ok(!std::mem::replace(&mut state.busy, true))
-    }
-
-    /// The next batch; `None`: nobody waits any more.
-    fn next_batch(self: &Arc<Self>, calls_max: usize) -> Option<Batch> {
-        let mut state = self.state.lock();
-        let mut calls = Vec::new();
-        while calls.len() < calls_max.min(BATCH_CALLS_MAX)
-            && let Some(waiting) = state.waiting.pop_front()
-        {
-            // Whoever has given up before it was sent wants it no more.
-            if waiting.is_wanted() {
-                calls.push(waiting);
-            }
-        }
-        if calls.is_empty() {
-            state.busy = false;
-            return None;
-        }
-        state.sequence += 1;
-        Some(Batch { slot: Arc::clone(self), sequence: state.sequence, calls })
-    }
-
-    /// The batch is done; true if there is a next one.
-    fn finish(&self) -> bool {
-        let mut state = self.state.lock();
-        state.busy = !state.waiting.is_empty();
-        state.busy
-    }
-}
-
-/// Calls of one pool that travel together.
-#[derive(Debug)]
-struct Batch {
-    slot: Arc<Slot>,
-    sequence: u64,
-    calls: Vec<Waiting>,
-}
 
 impl Batch {
     fn answer_all(self, sender: &Sender, answer: impl Fn() -> Answer) {
@@ -383,7 +193,7 @@ impl Sender {
                 () = self.0.stop.cancelled() => None,
             };
             let Some(first) = first else { return };
-            let mut batches: Vec<Batch> = first.next_batch(BATCH_CALLS_MAX).into_iter().collect();
+            let mut batches: Vec<Batch> = first.next_batch(MESSAGE_CALLS_MAX).into_iter().collect();
             let mut calls: usize = batches.iter().map(|batch| batch.calls.len()).sum();
             while !clustered
                 && calls < MESSAGE_CALLS_MAX
@@ -558,6 +368,6 @@ mod tests {
     #[test]
     fn a_released_service_leaves_the_time_to_redis() {
         assert_eq!(now_for(&SystemClock), "");
-        assert_eq!(now_for(&ManualClock::new(Timestamp::from_unix_ms(17))), "17");
+        assert_eq!(now_for(&ManualClock::new(crate::core::units::Timestamp::from_unix_ms(17))), "17");
     }
 }

@@ -11,9 +11,10 @@ use std::{
 use parking_lot::Mutex;
 
 use super::{
-    batches::{Slot, broken, failed},
+    batches::{broken, failed},
     client::Failure,
     keys::LAYOUT,
+    slot::Slot,
     wire::Header,
 };
 use crate::{
@@ -46,7 +47,7 @@ pub(super) struct Health {
     silence_said: AtomicBool,
     last_said: Mutex<Option<Instant>>,
     /// It refuses what is to be written, whatever it answers else.
-    refuses: AtomicBool,
+    refuses_writes: AtomicBool,
     knows_layout: AtomicBool,
     newer_layout: AtomicU64,
     evicting: Mutex<Option<String>>,
@@ -67,7 +68,7 @@ impl Health {
             answers: AtomicBool::new(false),
             silence_said: AtomicBool::new(false),
             last_said: Mutex::new(None),
-            refuses: AtomicBool::new(false),
+            refuses_writes: AtomicBool::new(false),
             knows_layout: AtomicBool::new(false),
             newer_layout: AtomicU64::new(0),
             evicting: Mutex::new(None),
@@ -105,14 +106,14 @@ impl Health {
 
     /// Redis has answered what only reads. That it writes again is for a batch to tell.
     pub(super) fn answers_reads(&self) {
-        if !self.refuses.load(Ordering::Relaxed) {
+        if !self.refuses_writes.load(Ordering::Relaxed) {
             self.answers();
         }
     }
 
     /// Redis has answered. The change is said once.
     pub(super) fn answers(&self) {
-        self.refuses.store(false, Ordering::Relaxed);
+        self.refuses_writes.store(false, Ordering::Relaxed);
         if !self.answers.swap(true, Ordering::Relaxed) {
             *self.failing.lock() = None;
             // Where one node of several fails, answers and failures take turns.
@@ -131,7 +132,7 @@ impl Health {
             tracing::warn!(error = failure as &dyn std::error::Error, "Redis does not answer as it should");
         }
         *self.failing.lock() = Some(failed(failure.clone()));
-        self.refuses.fetch_or(failure.is_of_writes(), Ordering::Relaxed);
+        self.refuses_writes.fetch_or(failure.is_of_writes(), Ordering::Relaxed);
         self.answers.store(false, Ordering::Relaxed);
     }
 

@@ -12,11 +12,12 @@ use tokio::time::timeout;
 
 use super::{
     RedisOptions, STORE,
-    batches::{Sender, Slot, broken},
+    batches::{Sender, broken},
     client::Client,
     health::{Health, not_reached},
     keys,
     reads::Reader,
+    slot::Slot,
     stored::{Stored, decode},
     watch,
     wire::{Call, EnforceAnswer, Refused},

@@ -9,6 +9,7 @@ mod health;
 mod keys;
 mod ledger;
 mod reads;
+mod slot;
 mod stored;
 mod watch;
 mod wire;

@@ -7,10 +7,11 @@ use fred::types::Value;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 use super::{
-    batches::{Slot, broken, failed, stopped},
+    batches::{broken, failed, stopped},
     client::{Client, Command, bytes_of, entries_of},
     health::Health,
     keys::{REMOVED, STATE},
+    slot::Slot,
 };
 use crate::{
     clock::Clock,
