@@ -77,6 +77,7 @@ impl World {
             idempotency: idempotency_key.map(|key| CallId::of_idempotency_key(connection, key)),
             fingerprint: self.fingerprint(api_key),
             id_life_ms: 600_000,
+            recorded_at: None,
         };
         (entry.history.created_revision, consumption)
     }

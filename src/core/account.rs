@@ -167,6 +167,13 @@ impl Head {
         self.observed_at.is_some() && at < self.fresh_until
     }
 
+    /// The window that is known began after `at`: ends wander by up to a twentieth of a window.
+    fn began_after(&self, at: Timestamp, window: Window) -> bool {
+        let longest_ms = window.length_ms() + window.length_ms() / 20;
+        let named = self.window_end.is_some_and(|end| end.ms_since(at) > longest_ms);
+        at < self.window_start || named
+    }
+
     /// Nothing was said and believed for a window's length.
     fn is_stale(&self, window: Window, at: Timestamp) -> bool {
         let said = self.observed_at.is_some() && self.window_end.is_none();
@@ -300,17 +307,29 @@ impl<'a> Edit<'a> {
         self.account.shares.iter().map(|(key, share)| (key.clone(), share.clone())).collect()
     }
 
-    /// `api_key` has recorded `cost` on the account.
-    pub fn record(&mut self, api_key: &ApiKeyId, cost: &Cost, of: DimensionKey, now: Timestamp) {
+    /// `api_key` has recorded `cost` on the account at `at`, which is told at `now`. What was recorded before the window
+    /// began is no part of it.
+    pub fn record(
+        &mut self,
+        api_key: &ApiKeyId,
+        cost: &Cost,
+        of: DimensionKey,
+        at: Timestamp,
+        now: Timestamp,
+    ) {
+        if at < now && self.account.head.began_after(at, of.window) {
+            return;
+        }
         let mut share = self.share(api_key);
         let amount = cost.of(of.unit);
         if of.unit == Unit::Percent {
-            share.weigh(cost, now);
+            share.weigh(cost, at);
         } else if self.account.is_anchored(now) {
             share.part += amount.room_on(self.account.head.parts);
         }
-        if self.account.slid(None, of.window, now).is_some() {
-            let bucket = of.window.bucket(now);
+        let bucket = of.window.bucket(at);
+        let in_view = bucket + 1 >= of.window.bucket(now);
+        if in_view && self.account.slid(None, of.window, now).is_some() {
             let added = self.account.head.slid.add(bucket, amount);
             share.slid.add(bucket, Amount::saturating(added));
         }

@@ -133,11 +133,17 @@ impl SlidingCounter {
         }
     }
 
-    /// Adds `amount` to `bucket`, the newest one, as far as the ceiling of stored sums allows; returns what was added.
+    /// Adds `amount` to `bucket` as far as the ceiling of stored sums allows; returns what was added: nothing to a bucket
+    /// that has left the window.
     pub fn add(&mut self, bucket: u64, amount: Amount) -> u64 {
         self.advance(bucket);
-        let added = amount.room_on(self.current);
-        self.current += added;
+        let slot = match self.bucket - bucket {
+            0 => &mut self.current,
+            1 => &mut self.previous,
+            _ => return 0,
+        };
+        let added = amount.room_on(*slot);
+        *slot += added;
         added
     }
 
@@ -263,6 +269,9 @@ mod tests {
         assert_eq!(counter.add(5, Amount::saturating(u64::MAX)), Amount::MAX.steps());
         assert_eq!(counter.add(5, Amount::saturating(1)), 0);
         assert_eq!(counter.add(6, Amount::saturating(1)), 1);
+        assert_eq!(counter.add(5, Amount::saturating(1)), 0);
+        assert_eq!(counter.add(4, Amount::saturating(1)), 0);
+        assert_eq!(counter.held(), [(6, 1), (5, Amount::MAX.steps())]);
     }
 
     #[test]

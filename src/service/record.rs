@@ -176,6 +176,7 @@ impl Service {
             idempotency,
             fingerprint: Fingerprint::of(&call.api_key, model, &call.cost),
             id_life_ms: self.0.start.id_life_ms,
+            recorded_at: None,
         }
     }
 }

@@ -76,6 +76,7 @@ const HIT: &[&str] = &[
     "contradiction ForeignKey",
     "counted",
     "counted late",
+    "counted of before",
     "duplicate",
     "duplicate of a late one",
     "figure with a record not taken",
@@ -156,12 +157,15 @@ enum Act {
         idempotency_key: &'static str,
         served: bool,
         figure: Option<Said>,
+        /// How long ago it was recorded, in ms, if it was not now.
+        ago_ms: Option<u64>,
     },
     Settle {
         which: Which,
         by: By,
         idempotency_key: &'static str,
         figure: Option<Said>,
+        ago_ms: Option<u64>,
     },
     Reservation {
         which: Which,
@@ -279,15 +283,21 @@ fn any_act() -> impl Strategy<Value = Act> {
     let said = || (any::<Index>(), any_figure()).prop_map(|(dimension, figure)| Said { dimension, figure });
     let figure = || prop::option::weighted(0.4, said());
     let by = || prop_oneof![6 => Just(By::Holder), 1 => Just(By::Caller)];
-    let record = (id(), prop::bool::weighted(0.9), figure());
-    let settle = (any_which(), by(), id(), figure());
+    let ago = prop_oneof![3 => 0..5_000u64, 2 => 0..2 * HOUR_MS, 1 => 0..21 * 24 * HOUR_MS];
+    let ago = prop::option::weighted(0.25, ago);
+    let record = (id(), prop::bool::weighted(0.9), figure(), ago.clone());
+    let settle = (any_which(), by(), id(), figure(), ago);
     let reset = (any::<bool>(), prop::option::of(any::<Index>()));
     prop_oneof![
         6 => Just(Act::Check),
         10 => (prop_oneof![3 => 1..5_000u64, 2 => 1..=HOUR_MS], select(vec!["", "i", "j"]))
             .prop_map(|(for_ms, request_id)| Act::Hold { for_ms, request_id }),
-        10 => record.prop_map(|(idempotency_key, served, figure)| Act::Record { idempotency_key, served, figure }),
-        7 => settle.prop_map(|(which, by, idempotency_key, figure)| Act::Settle { which, by, idempotency_key, figure }),
+        10 => record.prop_map(|(idempotency_key, served, figure, ago_ms)| {
+            Act::Record { idempotency_key, served, figure, ago_ms }
+        }),
+        7 => settle.prop_map(|(which, by, idempotency_key, figure, ago_ms)| {
+            Act::Settle { which, by, idempotency_key, figure, ago_ms }
+        }),
         4 => (any_which(), by()).prop_map(|(which, by)| Act::Reservation { which, by }),
         3 => (any_which(), prop::option::of(by())).prop_map(|(which, by)| Act::Release { which, by }),
         8 => (prop::collection::vec(said(), 1..3), prop::bool::weighted(0.4))
@@ -602,16 +612,16 @@ impl<'a> Twins<'a> {
         match act {
             Act::Check => self.check(&self.by_member(call)).await,
             Act::Hold { for_ms, request_id } => self.hold(self.by_member(call), *for_ms, request_id).await,
-            Act::Record { idempotency_key, served, figure } => {
+            Act::Record { idempotency_key, served, figure, ago_ms } => {
                 self.rig.observations = self.observations(figure.as_slice(), false);
                 let mut consumption = self.rig.consumption(&call, idempotency_key, "");
                 consumption.connection = consumption.connection.filter(|_| *served);
-                self.record(consumption).await
+                self.record(consumption, *ago_ms).await
             }
-            Act::Settle { which, by, idempotency_key, figure } => {
+            Act::Settle { which, by, idempotency_key, figure, ago_ms } => {
                 self.rig.observations = self.observations(figure.as_slice(), false);
                 let consumption = self.settling(call, *which, *by, idempotency_key);
-                self.record(consumption).await
+                self.record(consumption, *ago_ms).await
             }
             Act::Reservation { which, by } => {
                 let consumption = self.settling(call, *which, *by, "");
@@ -669,7 +679,10 @@ impl<'a> Twins<'a> {
         Ok(())
     }
 
-    async fn record(&mut self, consumption: Consumption) -> Result<(), TestCaseError> {
+    async fn record(&mut self, consumption: Consumption, ago_ms: Option<u64>) -> Result<(), TestCaseError> {
+        let now_ms = self.rig.now.unix_ms();
+        let recorded_at = ago_ms.map(|ago_ms| Timestamp::from_unix_ms(now_ms.saturating_sub(ago_ms)));
+        let consumption = Consumption { recorded_at, ..consumption };
         let got = answered(self.ledger.record(self.rig.life, &consumption).await)?;
         self.same(&got, |ledger, now| ledger.record(&consumption, now))?;
         self.tally_contradiction(&got);
@@ -686,6 +699,9 @@ impl<'a> Twins<'a> {
         );
         if unread > 0 {
             hit(&mut self.tally, "figure with a record not taken");
+        }
+        if recorded_at.is_some() && !duplicate {
+            hit(&mut self.tally, "counted of before");
         }
         Ok(())
     }

@@ -176,6 +176,18 @@ impl Tenant {
         answered(self.ledger.record(self.life(), &consumption).await)
     }
 
+    /// Tells now what was recorded so many ms after the start.
+    async fn record_at(
+        &mut self,
+        call: &Call,
+        ms: u64,
+        idempotency_key: &str,
+    ) -> Result<Recorded, Contradiction> {
+        let consumption = self.rig.consumption(call, idempotency_key, "");
+        let consumption = Consumption { recorded_at: Some(START.plus_ms(ms)), ..consumption };
+        answered(self.ledger.record(self.life(), &consumption).await)
+    }
+
     async fn must_record(&mut self, call: &Call) {
         assert_eq!(self.record(call, "", "").await, Ok(COUNTED), "{call:?}");
     }
@@ -257,6 +269,45 @@ async fn what_is_recorded_reads_back_in_both_buckets_of_the_window(driver: Drive
         pool.at(minute * MINUTE_MS);
         assert_eq!(pool.total(hourly()).await, (want, 0.0), "at minute {minute}");
     }
+}
+
+async fn what_is_told_late_counts_in_the_bucket_of_its_time(driver: Driver) {
+    let mut pool = Tenant::usual(&driver);
+    pool.at(2 * HOUR_MS + 15 * MINUTE_MS);
+    pool.must_record(&a(1)).await;
+    // recorded at minute | of which key | what it counts for at 02:15
+    for (minute, key, counts) in [(119, "a", 6.0), (60, "b", 6.0), (59, "a", 0.0), (134, "b", 8.0)] {
+        let before = pool.total(hourly()).await.0;
+        pool.record_at(&Call::new(key, tokens(8)), minute * MINUTE_MS, "").await;
+        assert_eq!(pool.total(hourly()).await.0 - before, counts, "recorded at minute {minute}");
+    }
+    assert_eq!(pool.of_key("a", hourly()).await, (7.0, 0.0));
+    assert_eq!(pool.of_key("b", hourly()).await, (14.0, 0.0));
+    // What has aged out counts nowhere and is one call all the same.
+    assert_eq!(pool.record_at(&a(9), MINUTE_MS, "late").await, Ok(COUNTED));
+    assert_eq!(pool.record(&a(9), "late", "").await, Ok(DUPLICATE));
+    pool.at(3 * HOUR_MS);
+    assert_eq!(pool.total(hourly()).await.0, 9.0, "what was recorded after 02:00");
+    // It is not told before it happens.
+    pool.record_at(&a(5), 5 * HOUR_MS, "").await.expect("it counts now");
+    assert_eq!(pool.total(hourly()).await.0, 14.0);
+}
+
+async fn what_is_told_late_is_no_part_of_a_window_that_began_after_it(driver: Driver) {
+    let mut pool = Tenant::usual(&driver);
+    pool.at(2 * HOUR_MS);
+    pool.must_report(ends(said(hourly(), 0.1, pool.rig.now), 2 * HOUR_MS + 30 * MINUTE_MS)).await;
+    // The window is that from 01:30 on, or from 01:27: ends wander.
+    for (minute, counted) in [(86, 0.0), (90, 7.0), (119, 14.0)] {
+        pool.record_at(&a(7), minute * MINUTE_MS, "").await.expect("it is taken");
+        assert_eq!(pool.total(hourly()).await.0, counted, "recorded at minute {minute}");
+    }
+    // After its end it is no part of the next.
+    pool.at(2 * HOUR_MS + 31 * MINUTE_MS);
+    pool.record_at(&a(7), 149 * MINUTE_MS, "").await.expect("it is taken");
+    assert_eq!(pool.total(hourly()).await.0, 0.0);
+    pool.record_at(&a(7), 150 * MINUTE_MS, "").await.expect("it is taken");
+    assert_eq!(pool.total(hourly()).await.0, 7.0);
 }
 
 async fn a_blocked_enforcement_holds_nothing_and_an_allowed_one_all_of_it(driver: Driver) {
@@ -993,7 +1044,9 @@ macro_rules! under_contract {
 
             promises! {
                 $driver =>
-                what_is_recorded_reads_back_in_both_buckets_of_the_window
+                what_is_told_late_counts_in_the_bucket_of_its_time
+            what_is_told_late_is_no_part_of_a_window_that_began_after_it
+            what_is_recorded_reads_back_in_both_buckets_of_the_window
                 a_blocked_enforcement_holds_nothing_and_an_allowed_one_all_of_it
                 of_concurrent_enforcements_exactly_those_that_fit_are_admitted
                 a_deadline_ends_a_hold_without_traffic

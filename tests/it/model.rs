@@ -257,6 +257,7 @@ impl Rig {
                 .map(|text| CallId::of_idempotency_key(&self.serving, text)),
             fingerprint: call.fingerprint(),
             id_life_ms: ID_LIFE_MS,
+            recorded_at: None,
         }
     }
 

@@ -74,18 +74,20 @@ impl Share {
         Share { part, ..Share::default() }
     }
 
-    pub(super) fn weigh(&mut self, cost: &Cost, now: Timestamp) {
-        let fits = |slice: &&mut Slice| now.ms_since(slice.first) < SLICE_MS;
+    /// `cost` was recorded at `at`, or with what was recorded last if that was later.
+    pub(super) fn weigh(&mut self, cost: &Cost, at: Timestamp) {
+        let at = self.since.last().map_or(at, |slice| slice.last.max(at));
+        let fits = |slice: &&mut Slice| at.ms_since(slice.first) < SLICE_MS;
         if let Some(slice) = self.since.last_mut().filter(fits) {
             slice.weight.add(cost);
-            slice.last = now;
+            slice.last = at;
         } else {
-            let mut slice = Slice { first: now, last: now, weight: Weight::default() };
+            let mut slice = Slice { first: at, last: at, weight: Weight::default() };
             slice.weight.add(cost);
             self.since.push(slice);
         }
         if self.since.len() > SLICES_MAX {
-            self.join_neighbours(now);
+            self.join_neighbours(at);
         }
     }
 

@@ -51,13 +51,13 @@ impl PoolLedger {
     }
 
     /// Records on the connection's accounts: of every PERCENT dimension, and of others of which something is known.
-    pub(super) fn record_on_accounts(&mut self, consumption: &Consumption) {
+    pub(super) fn record_on_accounts(&mut self, consumption: &Consumption, at: Timestamp) {
         let Some(connection) = &consumption.connection else { return };
-        let (key, now) = (&consumption.api_key, self.now);
+        let (key, cost, now) = (&consumption.api_key, &consumption.cost, self.now);
         for (counter, _) in consumption.counts.iter().filter(|(counter, _)| counter.model.is_none()) {
             let dimension = counter.dimension;
             if dimension.unit == Unit::Percent || self.account(dimension, connection).is_some() {
-                self.edit(connection, dimension, |edit| edit.record(key, &consumption.cost, dimension, now));
+                self.edit(connection, dimension, |edit| edit.record(key, cost, dimension, at, now));
             }
         }
     }

@@ -108,6 +108,9 @@ pub struct Consumption {
     pub fingerprint: Fingerprint,
     /// How long ids are remembered, in ms.
     pub id_life_ms: u64,
+    /// When it was recorded, if that was before it comes to the ledger: it counts in the bucket of that time, and not at
+    /// all where that has aged out or lies before the window of a provider began.
+    pub recorded_at: Option<Timestamp>,
 }
 
 /// Which reservation a cost settles.

@@ -205,10 +205,11 @@ impl PoolLedger {
             self.ended.settled += 1;
         }
         if !duplicate {
+            let at = consumption.recorded_at.map_or(self.now, |at| at.min(self.now));
             for (counter, amount) in &consumption.counts {
-                self.consume(&consumption.api_key, counter, *amount);
+                self.consume(&consumption.api_key, counter, *amount, at);
             }
-            self.record_on_accounts(consumption);
+            self.record_on_accounts(consumption, at);
         }
         let mut unread = 0;
         for seen in &consumption.observations {
@@ -453,12 +454,13 @@ impl PoolLedger {
         self.changes.push(Change::Record(call, memory));
     }
 
-    /// Counts `amount` now, as far as the ceiling of stored sums allows.
-    fn consume(&mut self, api_key: &ApiKeyId, counter: &CounterKey, amount: Amount) {
-        if amount == Amount::ZERO {
+    /// Counts `amount` at `at`, as far as the ceiling of stored sums allows and that is still in the window.
+    fn consume(&mut self, api_key: &ApiKeyId, counter: &CounterKey, amount: Amount, at: Timestamp) {
+        let window = counter.dimension.window;
+        let bucket = window.bucket(at);
+        if amount == Amount::ZERO || bucket + 1 < window.bucket(self.now) {
             return;
         }
-        let bucket = counter.dimension.window.bucket(self.now);
         let added = self.add(api_key, counter, bucket, amount);
         if counter.model.is_none() {
             self.dimension_mut(counter.dimension).sampler.add(added);

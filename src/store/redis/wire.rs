@@ -70,7 +70,7 @@ impl Call {
     pub(super) fn record(pool: PoolRevision, consumption: &Consumption) -> Self {
         let settles = consumption.reservation;
         let random = own(pool, settles.and_then(|settles| settles.id));
-        Self::new("record", 11)
+        Self::new("record", 12)
             .with(&consumption.api_key)
             .with(&consumption.connection)
             .with(&consumption.cost)
@@ -82,6 +82,7 @@ impl Call {
             .with_bytes(consumption.idempotency.as_ref().map(|call| &call.0[..]))
             .with_bytes(Some(&packed(consumption.fingerprint)))
             .with(&consumption.id_life_ms)
+            .with(&consumption.recorded_at)
     }
 
     pub(super) fn release(random: [u8; 12], api_key: Option<&ApiKeyId>) -> Self {

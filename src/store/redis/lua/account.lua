@@ -44,6 +44,12 @@ local accounting = lazily(function(accounting)
     return said and rule.ms_since(at, head[H.FRESH_UNTIL]) >= window
   end
 
+  -- The window that is known began after `at`: ends wander by up to a twentieth of a window.
+  function accounting.began_after(head, window, at)
+    local stop = head[H.WINDOW_END]
+    return at < head[H.WINDOW_START] or (stop ~= nil and rule.ms_since(stop, at) > window + floor(window / 20))
+  end
+
   function accounting.head_is_idle(head, window, at)
     return not accounting.head_is_fresh(head, at) and rule.ms_since(at, head[H.TOUCHED_AT]) > 2 * window
   end
@@ -115,17 +121,19 @@ local accounting = lazily(function(accounting)
     accounting.weight_join(slices[at][3], older[3])
   end
 
-  function accounting.share_weigh(share, cost, now)
+  -- `cost` was recorded at `at`, or with what was recorded last if that was later.
+  function accounting.share_weigh(share, cost, at)
     local slices = share[S.SINCE]
     local slice = slices[#slices]
-    if slice and rule.ms_since(now, slice[1]) < SLICE_MS then
-      slice[2] = now
+    if slice then at = max(at, slice[2]) end
+    if slice and rule.ms_since(at, slice[1]) < SLICE_MS then
+      slice[2] = at
     else
-      slice = { now, now, { 0, 0, 0, 0, false } }
+      slice = { at, at, { 0, 0, 0, 0, false } }
       slices[#slices + 1] = slice
     end
     accounting.weight_add(slice[3], cost)
-    if #slices > SLICES_MAX then accounting.join_neighbours(slices, now) end
+    if #slices > SLICES_MAX then accounting.join_neighbours(slices, at) end
   end
 
   -- What was recorded by `last`.

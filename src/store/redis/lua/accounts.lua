@@ -177,16 +177,18 @@ local signals = lazily(function(signals)
     signals.find_next_window_end()
   end
 
-  function signals.record_on(account, name, cost)
+  function signals.record_on(account, name, cost, at)
+    if at < pool.now and accounting.began_after(account.head, account.window, at) then return end
     local share, head, window = signals.share_of(name, account), account.head, account.window
     local amount, slices = cost[IN_COST[account.unit]], #share[S.SINCE]
     if account.unit == 'Percent' then
-      accounting.share_weigh(share, cost, pool.now)
+      accounting.share_weigh(share, cost, at)
     elseif accounting.is_anchored(head, pool.now) then
       accounting.set_part(account, share, share[S.PART] + rule.room_on(head[H.PARTS], amount))
     end
-    if accounting.slides_anew(head, window, pool.now) then
-      local bucket = floor(pool.now / window)
+    local bucket = floor(at / window)
+    local in_view = bucket + 1 >= floor(pool.now / window)
+    if in_view and accounting.slides_anew(head, window, pool.now) then
       rule.counter_add(share[S.SLID], bucket, rule.counter_add(head[H.SLID], bucket, amount))
     end
     signals.keep_share(name, account, slices)

@@ -7,7 +7,7 @@
 -- Returns for each pool {header, answers}, or {false, what failed}: then nothing of it has changed.
 
 local SENDER_LIFE_MS = DAY_MS
-local ARGUMENTS_MAX = 11
+local ARGUMENTS_MAX = 12
 -- Calls that begin with a key's name, or with a charge.
 local KEYED = { record = true, check = true, enforce = true }
 local KEYS_AT_ONCE_MAX = 128

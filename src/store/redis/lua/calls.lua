@@ -92,12 +92,14 @@ function ledger.count(record)
     local counter, amount = of[1], of[2]
     if amount > 0 then
       local window = counter[1][2]
-      local bucket = floor(pool.now / window)
-      local own, total = ledger.counters_for(key, counter)
-      if total then amount = rule.counter_add(total, bucket, amount) end
-      local added = rule.counter_add(own, bucket, amount)
-      if total then ledger.sampler_add(ledger.dimension_of(counter[1]), added) end
-      ledger.live_until(pool.now + 2 * window)
+      local bucket = floor(record.at / window)
+      if bucket + 1 >= floor(pool.now / window) then
+        local own, total = ledger.counters_for(key, counter)
+        if total then amount = rule.counter_add(total, bucket, amount) end
+        local added = rule.counter_add(own, bucket, amount)
+        if total then ledger.sampler_add(ledger.dimension_of(counter[1]), added) end
+        ledger.live_until(pool.now + 2 * window)
+      end
     end
   end
   ledger.touch(record.name)
@@ -113,14 +115,15 @@ function ledger.record_on_accounts(record)
       if not account and counter[1][1] == 'Percent' then
         account = signals.make_account(counter[1], record.connection)
       end
-      if account then signals.record_on(account, record.name, record.cost) end
+      if account then signals.record_on(account, record.name, record.cost, record.at) end
     end
   end
 end
 
 function call.record(name, connection, cost, observations, counts, settles, random, held_elsewhere, idempotency,
-  fingerprint, life)
-  local record = { name = name, connection = connection, cost = cost, counts = counts, fingerprint = fingerprint }
+  fingerprint, life, at)
+  local record = { name = name, connection = connection, cost = cost, counts = counts, fingerprint = fingerprint,
+    at = min(at or pool.now, pool.now) }
   local settled = settles and ledger.memory_of(settles)
   local counted = idempotency and ledger.memory_of(idempotency)
   local held = random and ledger.hold_of(random)

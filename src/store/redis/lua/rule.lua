@@ -46,11 +46,13 @@ function rule.counter_move(counter, bucket)
   end
 end
 
--- Adds to the newest bucket as far as the ceiling allows; returns what was added.
+-- Adds as far as the ceiling allows; returns what was added: nothing to a bucket that has left the window.
 function rule.counter_add(counter, bucket, amount)
   rule.counter_move(counter, bucket)
-  local added = rule.room_on(counter[2], amount)
-  counter[2] = counter[2] + added
+  local place = 2 + counter[1] - bucket
+  if place > 3 then return 0 end
+  local added = rule.room_on(counter[place], amount)
+  counter[place] = counter[place] + added
   return added
 end
 
