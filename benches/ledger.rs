@@ -26,7 +26,7 @@ use quota_share::{
     store::{
         Ledger,
         redis::{RedisLedger, RedisOptions, RedisUrl},
-        sqlite::{SqliteLedger, SqliteStore},
+        sqlite::{SqliteJournal, SqliteLedger, SqliteStore},
     },
 };
 
@@ -89,11 +89,14 @@ async fn sqlite() {
 
 async fn redis() {
     let redis = Redis::start();
+    let folder = tempfile::TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).expect("a temporary folder");
+    let store = SqliteStore::open(folder.path()).await.expect("a new database");
     let options = RedisOptions {
         url: RedisUrl::parse(&redis.url()).expect("a URL"),
         replica_id: "bench".to_owned(),
         timeout: Duration::from_secs(1),
         clock: Arc::new(SystemClock),
+        journal: Arc::new(SqliteJournal::open(&store).await.expect("a new database")),
     };
     let ledger = Arc::new(RedisLedger::start(options).await.expect("a URL that can be used"));
     while ledger.condition().failing.is_some() {

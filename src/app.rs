@@ -15,8 +15,8 @@ use crate::{
     core::{import::Import, settings::Settings},
     service::{AdminError, Counters, Imported, Service, Start},
     store::{
-        DirectoryStore, OpenLedger, Place, StoreError,
-        sqlite::{OpenError, SqliteDirectory, SqliteStore},
+        DirectoryStore, Journal, OpenLedger, Place, StoreError,
+        sqlite::{OpenError, SqliteDirectory, SqliteJournal, SqliteStore},
     },
     telemetry::{Metrics, TelemetryError},
     transport::{
@@ -158,11 +158,13 @@ async fn open(config: &Config, clock: Arc<dyn Clock>, counts: Counts) -> Result<
     let directory = directories.load().await?;
     let metrics = Arc::new(Metrics::new(&config.otlp)?);
     let replica_id = store.replica_id(|| Uuid::now_v7().to_string()).await?;
+    let journal: Arc<dyn Journal> = Arc::new(SqliteJournal::open(&store).await?);
     let drivers = Drivers {
         store: Arc::clone(&store),
         committed: Arc::new(metrics.commits()),
         clock: Arc::clone(&clock),
         replica_id: replica_id.clone(),
+        journal: Arc::clone(&journal),
         timeout: config.store_timeout(),
     };
     let place = match counts {
@@ -170,7 +172,7 @@ async fn open(config: &Config, clock: Arc<dyn Clock>, counts: Counts) -> Result<
         Counts::Unused => Place::Sqlite,
     };
     let ledger = drivers.open(&place, &directory).await?;
-    let counters = Counters { place, ledger, drivers: Arc::new(drivers) };
+    let counters = Counters { place, ledger, drivers: Arc::new(drivers), journal };
     let start = Start {
         replica_id,
         settings: Settings {

@@ -8,7 +8,7 @@ use crate::{
     clock::Clock,
     core::directory::Directory,
     store::{
-        Ledger, OpenLedger, Place, StoreError,
+        Journal, Ledger, OpenLedger, Place, StoreError, bring,
         redis::{RedisLedger, RedisOptions},
         sqlite::{Commit, SqliteLedger, SqliteStore},
     },
@@ -22,6 +22,8 @@ pub(super) struct Drivers {
     pub(super) committed: Arc<dyn Fn(Commit) + Send + Sync>,
     pub(super) clock: Arc<dyn Clock>,
     pub(super) replica_id: String,
+    /// Has what Redis could not take.
+    pub(super) journal: Arc<dyn Journal>,
     /// The longest that an enforcement waits for Redis.
     pub(super) timeout: Duration,
 }
@@ -40,11 +42,15 @@ impl OpenLedger for Drivers {
             Place::Sqlite => {
                 let committed = Arc::clone(&self.committed);
                 let committed = move |commit| committed(commit);
-                Arc::new(SqliteLedger::start(&self.store, directory, clock, committed).await?)
+                let ledger = SqliteLedger::start(&self.store, directory, clock, committed).await?;
+                let ledger: Arc<dyn Ledger> = Arc::new(ledger);
+                tokio::spawn(bring(Arc::clone(&self.journal), Arc::downgrade(&ledger)));
+                ledger
             }
             Place::Redis(url) => {
                 let (url, replica_id) = (url.clone(), self.replica_id.clone());
-                let options = RedisOptions { url, replica_id, timeout: self.timeout, clock };
+                let journal = Arc::clone(&self.journal);
+                let options = RedisOptions { url, replica_id, timeout: self.timeout, clock, journal };
                 Arc::new(RedisLedger::start(options).await?)
             }
         })

@@ -45,7 +45,7 @@ pub struct AccountKey {
 }
 
 /// A provider's figure, as it was read from a response or reported.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Observation {
     /// Which dimension it speaks of.
     pub dimension: DimensionKey,

@@ -19,7 +19,7 @@ use std::{
     fmt,
 };
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::{
     plan::DimensionKey,
@@ -51,7 +51,7 @@ pub struct HeaderSignal {
 }
 
 /// When a figure ends: always after the response that it came with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reset {
     /// Not said, or not believed.
     Unknown,

@@ -215,6 +215,11 @@ impl fmt::Display for ReservationId {
 pub struct CallId(pub [u8; 16]);
 
 impl CallId {
+    /// Of a call that waits in the journal of this replica as the entry of this number.
+    pub fn of_journal_entry(entry: i64) -> Self {
+        Self(digest(&["journal entry", &entry.to_string()]))
+    }
+
     /// Of an idempotency key, which holds within its connection (and the pool in whose ledger it is kept).
     pub fn of_idempotency_key(connection: &ConnectionId, key: &str) -> Self {
         Self(digest(&["idempotency_key", connection.as_str(), key]))

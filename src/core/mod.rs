@@ -34,6 +34,7 @@ pub mod headers;
 pub mod ids;
 pub mod import;
 pub mod ledger;
+pub mod local_share;
 pub mod memory;
 pub mod plan;
 pub mod pool;

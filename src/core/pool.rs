@@ -79,6 +79,17 @@ pub enum FailureMode {
     FailLocal,
 }
 
+impl FailureMode {
+    /// As in the contract.
+    pub const fn name(self) -> &'static str {
+        match self {
+            FailureMode::FailOpen => "FAIL_OPEN",
+            FailureMode::FailClosed => "FAIL_CLOSED",
+            FailureMode::FailLocal => "FAIL_LOCAL",
+        }
+    }
+}
+
 /// An absolute ceiling for one key.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Cap {

@@ -79,8 +79,16 @@ impl fmt::Display for Unit {
 /// A quantity of quota in integer steps of its unit: one request, one token, 1e-9 US dollars, 1e-6 per cent.
 ///
 /// Never above [`Amount::MAX`]: doubles, the only numbers that a Redis script knows, are exact below 2^53.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(from = "u64")]
 pub struct Amount(u64);
+
+impl From<u64> for Amount {
+    /// [`Amount::saturating`].
+    fn from(steps: u64) -> Self {
+        Self::saturating(steps)
+    }
+}
 
 impl Amount {
     /// Nothing.
@@ -138,7 +146,7 @@ impl Timestamp {
 }
 
 /// What one request costs, or is expected to cost, in each unit.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Cost {
     /// Upstream requests.
     pub requests: Amount,

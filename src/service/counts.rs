@@ -11,7 +11,7 @@ use crate::{
         plan::DimensionKey,
         units::Timestamp,
     },
-    store::{Condition, LedgerError},
+    store::{Condition, JournalCondition, LedgerError},
 };
 
 const DECISIONS: [&str; 3] = ["allow", "block", "would_block"];
@@ -222,6 +222,11 @@ impl Service {
     /// How the store is.
     pub fn condition(&self) -> Condition {
         self.ledger_now().condition()
+    }
+
+    /// How much waits in the journal, and what has become of what did.
+    pub fn journal(&self) -> JournalCondition {
+        self.0.journal.condition()
     }
 
     pub(super) fn count_no_pool(&self, connection: &ConnectionId) {

@@ -4,7 +4,10 @@ use std::sync::Arc;
 
 use arc_swap::Guard;
 
-use super::{LOOKS_MAX, Service, explain, is_gone};
+use super::{
+    LOOKS_MAX, Service, explain, is_gone,
+    local_shares::{Effects, Local},
+};
 use crate::{
     core::{
         admission::{Reading, Reserved, Verdict},
@@ -107,8 +110,8 @@ pub struct Degraded {
 
 impl Degraded {
     /// No reading of counters tells what an exempt key may do, so it does not wait for one either.
-    fn new(entry: &Arc<PoolEntry>, charge: &Charge) -> Self {
-        let refusal = explain::refusal_by_failure_mode(&entry.pool, charge);
+    fn new(entry: &Arc<PoolEntry>, charge: &Charge, local: impl FnOnce() -> Local) -> Self {
+        let refusal = explain::refusal_by_failure_mode(&entry.pool, charge, local);
         let message = match &refusal {
             Some(refusal) if !charge.shadow => refusal.clone(),
             _ => explain::allowed_unread(&entry.pool, charge),
@@ -132,7 +135,7 @@ impl Service {
     pub async fn enforce(&self, call: EnforceCall) -> Result<Decision, LedgerError> {
         let mut looks = 1;
         loop {
-            let decision = self.decide(&call).await;
+            let decision = self.decide(&call, Effects::Wanted).await;
             if !is_gone(&decision) || looks == LOOKS_MAX {
                 if let Ok(decision) = &decision {
                     self.count(&call, decision);
@@ -153,10 +156,10 @@ impl Service {
 
     /// What [`enforce`](Service::enforce) would answer, without any effect.
     pub async fn preview(&self, call: EnforceCall) -> Result<Decision, LedgerError> {
-        self.decide(&EnforceCall { reserve: None, ..call }).await
+        self.decide(&EnforceCall { reserve: None, ..call }, Effects::None).await
     }
 
-    async fn decide(&self, call: &EnforceCall) -> Result<Decision, LedgerError> {
+    async fn decide(&self, call: &EnforceCall, effects: Effects) -> Result<Decision, LedgerError> {
         let (directory, ledger) = match call.reserve {
             None => (self.0.directory.load(), self.ledger_now()),
             // A hold waits for the disk, and a thread has few guards that cost nothing.
@@ -184,12 +187,16 @@ impl Service {
         };
         let found = match answer {
             Ok((reading, reserved)) => {
+                self.0.local_shares.heard(entry, &charge, &reading, &***ledger);
                 let verdict = Verdict::of(&charge, &reading);
                 let message = explain::message(&entry.pool, &charge, &reading, &verdict);
                 let entry = Arc::clone(entry);
                 Found::Decided(Decided { entry, charge, reading, verdict, reserved, message })
             }
-            Err(LedgerError::Unreachable(_)) => Found::Degraded(Degraded::new(entry, &charge)),
+            Err(LedgerError::Unreachable(_)) => {
+                let local = || self.0.local_shares.decide(&charge, &***ledger, effects);
+                Found::Degraded(Degraded::new(entry, &charge, local))
+            }
             Err(error) => return Err(error),
         };
         Ok(Decision { config_revision, soft_factor: settings.soft_deprioritize_factor, found })

@@ -1,5 +1,6 @@
 //! A verdict in one sentence, for people who were refused: whose limit it was, with numbers.
 
+use super::local_shares::Local;
 use crate::core::{
     admission::{BlockReason, Level, Reading, Verdict},
     charge::{Charge, Check},
@@ -22,7 +23,11 @@ pub(super) fn message(pool: &Pool, charge: &Charge, reading: &Reading, verdict: 
 }
 
 /// Why a request is blocked although its pool's counters could not be reached; `None` if it is allowed.
-pub(super) fn refusal_by_failure_mode(pool: &Pool, charge: &Charge) -> Option<String> {
+pub(super) fn refusal_by_failure_mode(
+    pool: &Pool,
+    charge: &Charge,
+    local: impl FnOnce() -> Local,
+) -> Option<String> {
     let unread = unread(pool);
     match pool.failure_mode {
         // Whatever the counters hold.
@@ -31,9 +36,14 @@ pub(super) fn refusal_by_failure_mode(pool: &Pool, charge: &Charge) -> Option<St
         FailureMode::FailClosed => {
             Some(format!("{unread}, and its failure mode FAIL_CLOSED blocks until they can."))
         }
-        FailureMode::FailLocal => Some(format!(
-            "{unread}, and its failure mode FAIL_LOCAL has no slice of them to decide by, so it blocks until they can."
-        )),
+        FailureMode::FailLocal => {
+            let why = match local() {
+                Local::Admits => return None,
+                Local::UsedUp => "this replica's part of what was left is used up",
+                Local::Unknown => "this replica has not heard of them since it started",
+            };
+            Some(format!("{unread}, and by its failure mode FAIL_LOCAL it blocks until they can: {why}."))
+        }
     }
 }
 
@@ -45,7 +55,8 @@ pub(super) fn allowed_unread(pool: &Pool, charge: &Charge) -> String {
     } else if charge.terms.exempt {
         format!("{unread}: allowed, since key {} is exempt.", charge.api_key)
     } else {
-        format!("{unread}: allowed by its failure mode FAIL_OPEN.")
+        let mode = pool.failure_mode.name();
+        format!("{unread}: allowed by its failure mode {mode}.")
     }
 }
 

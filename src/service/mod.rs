@@ -4,6 +4,7 @@ mod counts;
 mod enforce;
 mod explain;
 mod import;
+mod local_shares;
 mod pool_admin;
 mod record;
 mod settings;
@@ -26,7 +27,7 @@ pub use signals::{ResponseHeaders, SignalsCall, SignalsOutcome, Utilization};
 pub use switch::Counters;
 pub use usage::{KeyRow, ReservationsPage, UsageCall, UsageView};
 
-use self::{counts::Counts, switch::InUse};
+use self::{counts::Counts, local_shares::LocalShares, switch::InUse};
 use crate::{
     clock::Clock,
     core::{
@@ -34,7 +35,7 @@ use crate::{
         settings::Settings,
         units::Timestamp,
     },
-    store::{Configured, DirectoryStore, LedgerError, OpenLedger},
+    store::{Configured, DirectoryStore, Journal, LedgerError, OpenLedger},
 };
 
 /// What a service is started with.
@@ -63,11 +64,13 @@ struct Inner {
     /// Swapped whole as well, when the driver is changed.
     in_use: ArcSwap<InUse>,
     drivers: Arc<dyn OpenLedger>,
+    journal: Arc<dyn Journal>,
     store: Arc<dyn DirectoryStore>,
     clock: Arc<dyn Clock>,
     start: Start,
     started_at: Timestamp,
     counts: Counts,
+    local_shares: LocalShares,
     /// Where changes of the directory run: not where they were asked for, which may end before they do.
     runtime: tokio::runtime::Handle,
     /// Held by the one change of the directory that is under way.
@@ -85,7 +88,7 @@ impl Service {
         clock: Arc<dyn Clock>,
         start: Start,
     ) -> Self {
-        let Counters { place, ledger, drivers } = counters;
+        let Counters { place, ledger, drivers, journal } = counters;
         let in_use = ArcSwap::from_pointee(InUse::new(place, ledger));
         let fallback = Mutex::new(start.store.choose(directory.settings()).fallback);
         let directory = ArcSwap::from_pointee(directory);
@@ -96,11 +99,13 @@ impl Service {
             directory,
             in_use,
             drivers,
+            journal,
             store,
             clock,
             start,
             started_at,
             counts,
+            local_shares: LocalShares::default(),
             runtime,
             turn,
             fallback,

@@ -211,6 +211,7 @@ impl Service {
 
     async fn forget(&self, life: PoolRevision) {
         self.0.counts.forget(life);
+        self.0.local_shares.forget(life);
         if let Err(error) = self.ledger().remove(life).await {
             // The pool is gone and nothing reads its counters any more; they go with the retention.
             tracing::warn!(error = &error as &dyn std::error::Error, "counters of a deleted pool were left");

@@ -9,7 +9,7 @@ use crate::{
         ledger::{Consumption, ReservationState, Settlement},
         units::Cost,
     },
-    store::LedgerError,
+    store::{Kept, LedgerError},
 };
 
 /// What is reported.
@@ -38,6 +38,8 @@ pub struct RecordOutcome {
     pub duplicate: bool,
     /// The reservation had expired or was unknown; the cost was counted all the same.
     pub reservation_expired: bool,
+    /// The journal has it: it is counted when the shared counters are back.
+    pub journaled: bool,
     /// Where it was counted; `None`: nowhere.
     pub pool: Option<PoolId>,
 }
@@ -61,10 +63,10 @@ impl Service {
         &self,
         reservation_id: &str,
         api_key: Option<&ApiKeyId>,
-    ) -> Result<bool, LedgerError> {
+    ) -> Result<Kept<bool>, LedgerError> {
         match ReservationId::parse(reservation_id) {
             Some(id) => self.ledger().release(id, api_key).await,
-            None => Ok(false),
+            None => Ok(Kept::Done(false)),
         }
     }
 
@@ -108,6 +110,8 @@ impl Service {
         let life = holder.history.created_revision;
         let state = match ledger.reservation(life, &consumption, settles).await {
             Err(LedgerError::PoolRemoved) => ReservationState::Unknown,
+            // It was made here, and most that are settled are open.
+            Err(LedgerError::Unreachable(_)) => ReservationState::Open,
             state => state?,
         };
         match state {
@@ -138,20 +142,26 @@ impl Service {
         let connection =
             Some(&call.connection).filter(|connection| entry.pool.connections.contains(connection));
         let (observations, unreadable) = match connection {
-            Some(_) => self.observations(ledger, entry, &call.headers)?,
+            Some(_) => self.observations(ledger, entry, &call.headers),
             None => (Vec::new(), 0),
         };
         let figures = observations.len();
         let connection = connection.cloned();
         let consumption = Consumption { counts, connection, observations, ..consumption };
-        let recorded = ledger.record(entry.history.created_revision, &consumption).await?;
+        let life = entry.history.created_revision;
+        let pool = Some(entry.pool.id.clone());
+        let Kept::Done(recorded) = ledger.record(life, &consumption).await? else {
+            self.0.local_shares.recorded(life, &call.api_key, &consumption.counts, ledger.now());
+            return Ok(RecordOutcome { journaled: true, pool, ..RecordOutcome::default() });
+        };
         if figures + unreadable > 0 {
             self.0.counts.signals(figures - recorded.unread, unreadable + recorded.unread);
         }
         Ok(RecordOutcome {
             duplicate: recorded.duplicate,
             reservation_expired: recorded.reservation_expired,
-            pool: Some(entry.pool.id.clone()),
+            journaled: false,
+            pool,
         })
     }
 

@@ -82,7 +82,7 @@ impl Service {
 
     async fn report_once(&self, call: &SignalsCall) -> Result<SignalsOutcome, AdminError> {
         let ledger = self.ledger();
-        let now = ledger.now()?;
+        let now = ledger.now();
         let mut outcome = SignalsOutcome::default();
         let mut seen = reported(&call.utilizations, now)?;
         let read = call.headers.read(now);
@@ -118,16 +118,16 @@ impl Service {
         ledger: &InUse,
         entry: &PoolEntry,
         headers: &ResponseHeaders,
-    ) -> Result<(Vec<Observation>, usize), LedgerError> {
+    ) -> (Vec<Observation>, usize) {
         if headers.headers.is_empty() {
-            return Ok((Vec::new(), 0));
+            return (Vec::new(), 0);
         }
-        let now = ledger.now()?;
+        let now = ledger.now();
         let source = Source { believed: false, age_known: headers.age_ms.is_some() };
         let HeaderReading { signals, ignored } = headers.read(now);
         let seen = signals.into_iter().map(|signal| headers.seen(&signal, now));
         let seen = seen.filter(|seen| has_dimension(entry, seen.said.dimension));
-        Ok((seen.map(|seen| self.observation(entry, &seen, source)).collect(), ignored.len()))
+        (seen.map(|seen| self.observation(entry, &seen, source)).collect(), ignored.len())
     }
 
     fn observation(&self, entry: &PoolEntry, seen: &Seen, source: Source) -> Observation {

@@ -13,7 +13,7 @@ use crate::{
         ids::InvalidField,
         settings::StoreDriver,
     },
-    store::{Choice, Ledger, OpenLedger, Place},
+    store::{Choice, Journal, Ledger, OpenLedger, Place},
 };
 
 /// How long a former ledger waits for calls that began on it. Those of a slower store are left to its close.
@@ -28,6 +28,8 @@ pub struct Counters {
     pub ledger: Arc<dyn Ledger>,
     /// Opens the ledgers of other places.
     pub drivers: Arc<dyn OpenLedger>,
+    /// Has what they could not take.
+    pub journal: Arc<dyn Journal>,
 }
 
 /// The ledger in use. A call keeps to the one that it began with, by keeping this.

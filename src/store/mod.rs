@@ -1,13 +1,17 @@
 //! Where counters and the configuration live: the promises that every driver keeps.
 
 mod choice;
+mod journal;
 pub mod redis;
 pub mod sqlite;
 
-use std::{error::Error, fmt, sync::Arc};
+use std::{error::Error, fmt, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 pub use choice::{Choice, Configured, Place};
+pub use journal::{
+    BatchName, Deferred, Drained, Entry, EntryId, Journal, JournalCondition, JournalCounts, bring,
+};
 
 use crate::core::{
     account::{Observation, Unread},
@@ -49,10 +53,15 @@ pub trait Ledger: fmt::Debug + Send + Sync + 'static {
     async fn enforce(&self, charge: &Charge, wish: HoldRequest) -> Result<Enforced, LedgerError>;
 
     /// Counts a cost once, and gives back the reservation that it settles.
-    async fn record(&self, pool: PoolRevision, consumption: &Consumption) -> Result<Recorded, LedgerError>;
+    async fn record(
+        &self,
+        pool: PoolRevision,
+        consumption: &Consumption,
+    ) -> Result<Kept<Recorded>, LedgerError>;
 
     /// Gives a reservation back without any cost; false if it is not open. `api_key`, if given, must be its key.
-    async fn release(&self, id: ReservationId, api_key: Option<&ApiKeyId>) -> Result<bool, LedgerError>;
+    async fn release(&self, id: ReservationId, api_key: Option<&ApiKeyId>)
+    -> Result<Kept<bool>, LedgerError>;
 
     /// What `pool` knows of a reservation that `consumption`, which counts elsewhere, settles.
     async fn reservation(
@@ -114,11 +123,51 @@ pub trait Ledger: fmt::Debug + Send + Sync + 'static {
     /// How the store is.
     fn condition(&self) -> Condition;
 
-    /// The present instant by the clock that decides, if it has been heard of.
-    fn now(&self) -> Result<Timestamp, LedgerError>;
+    /// The present instant by the clock that decides, as far as it is known.
+    fn now(&self) -> Timestamp;
+
+    /// How many replicas there are, this one included, as far as is known.
+    fn live_replicas(&self) -> u64 {
+        1
+    }
+
+    /// Nothing waits in a journal.
+    fn all_counted(&self) -> bool {
+        true
+    }
 
     /// Waits until everything that was asked for is done, as far as that can be; what is asked for later fails.
     async fn close(&self);
+}
+
+/// A call that had its effect, or will have it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kept<T> {
+    /// It is done.
+    Done(T),
+    /// The store is out of reach: a journal has it, durable, until the store is back.
+    Journaled,
+}
+
+impl<T> Kept<T> {
+    /// With what is made of the answer.
+    pub fn map<U>(self, make: impl FnOnce(T) -> U) -> Kept<U> {
+        match self {
+            Kept::Done(answer) => Kept::Done(make(answer)),
+            Kept::Journaled => Kept::Journaled,
+        }
+    }
+}
+
+/// What fail-overs of a store have lost, as far as is known, since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Losses {
+    /// Batches of calls that were sent again.
+    pub resent_batches: u64,
+    /// Batches that were too old to be sent again.
+    pub missing_batches: u64,
+    /// Reservations that were lost and not made again.
+    pub reservations: u64,
 }
 
 /// How a store is.
@@ -140,6 +189,10 @@ pub struct Condition {
     pub vanished_pools: u64,
     /// By which policy the store may drop counters when it is full; `None`: it never does.
     pub eviction_policy: Option<String>,
+    /// How long it was out of reach since the start, all in all.
+    pub degraded_for: Duration,
+    /// What it has lost.
+    pub losses: Losses,
 }
 
 /// Opens ledgers: which drivers there are is known to whoever implements this.

@@ -6,7 +6,7 @@ use quota_share::{
     clock::ManualClock,
     core::directory::Directory,
     store::{
-        Ledger,
+        Kept, Ledger,
         redis::{RedisLedger, RedisOptions, RedisUrl},
         sqlite::{SqliteLedger, SqliteStore},
     },
@@ -15,8 +15,17 @@ use tempfile::TempDir;
 
 use crate::{
     harness::{PATIENCE, TestCluster, TestRedis, redis_is_missing},
+    memory_journal::MemoryJournal,
     model::START,
 };
+
+/// What a call did that must not have gone to the journal.
+pub(crate) fn done<T>(kept: Kept<T>) -> T {
+    match kept {
+        Kept::Done(answer) => answer,
+        Kept::Journaled => panic!("it is in the journal"),
+    }
+}
 
 /// A ledger to be tested. A store of its own ends with it.
 pub(crate) struct Driver {
@@ -64,6 +73,7 @@ async fn replica(url: &str, name: &str, clock: &Arc<ManualClock>) -> Arc<dyn Led
         // What a busy machine needs is no concern of these tests.
         timeout: PATIENCE,
         clock: Arc::clone(clock) as _,
+        journal: Arc::new(MemoryJournal::default()),
     };
     let ledger = RedisLedger::start(options).await.expect("a URL that can be used");
     while ledger.condition().failing.is_some() {

@@ -40,7 +40,7 @@ use quota_share::{
 use crate::{
     account_properties::{Figure, any_figure},
     cases::{CAPPED_MODEL, Made, Seen, any_call, any_plan, any_pool},
-    drivers::{self, Driver},
+    drivers::{self, Driver, done},
     harness::redis_is_missing,
     model::{Call, ID_LIFE_MS, Rig, key, new_life},
 };
@@ -683,7 +683,7 @@ impl<'a> Twins<'a> {
         let now_ms = self.rig.now.unix_ms();
         let recorded_at = ago_ms.map(|ago_ms| Timestamp::from_unix_ms(now_ms.saturating_sub(ago_ms)));
         let consumption = Consumption { recorded_at, ..consumption };
-        let got = answered(self.ledger.record(self.rig.life, &consumption).await)?;
+        let got = answered(self.ledger.record(self.rig.life, &consumption).await.map(done))?;
         self.same(&got, |ledger, now| ledger.record(&consumption, now))?;
         self.tally_contradiction(&got);
         let Ok(Recorded { duplicate, reservation_expired, unread }) = got else { return Ok(()) };
@@ -759,7 +759,7 @@ impl<'a> Twins<'a> {
             (By::Holder, Some(holder)) => key(&holder),
             _ => key(&call.key),
         });
-        let got = answered(self.ledger.release(id, by.as_ref()).await)?;
+        let got = answered(self.ledger.release(id, by.as_ref()).await.map(done))?;
         self.same(&got, |ledger, now| ledger.release(id, by.as_ref(), now))?;
         self.tally_contradiction(&got);
         if let Ok(released) = got {
@@ -771,7 +771,7 @@ impl<'a> Twins<'a> {
     /// Has the driver do something now: a read may leave the pool's clock alone, which is seen only if time goes back.
     async fn show_time(&mut self) -> Result<(), TestCaseError> {
         let id = ReservationId { pool: self.rig.life, random: [0xff; 12] };
-        let got = answered(self.ledger.release(id, None).await)?;
+        let got = answered(self.ledger.release(id, None).await.map(done))?;
         self.same(&got, |ledger, now| ledger.release(id, None, now))
     }
 

@@ -19,7 +19,7 @@ use quota_share::{
 };
 
 use crate::{
-    drivers::{self, Driver},
+    drivers::{self, Driver, done},
     model::{
         CONNECTION, Call, ID_LIFE_MS, Rig, START, allocation, connection, cost, dimension, dimension_spec,
         key, new_life, pool, tokens,
@@ -173,7 +173,7 @@ impl Tenant {
         reservation: &str,
     ) -> Result<Recorded, Contradiction> {
         let consumption = self.rig.consumption(call, idempotency_key, reservation);
-        answered(self.ledger.record(self.life(), &consumption).await)
+        answered(self.ledger.record(self.life(), &consumption).await.map(done))
     }
 
     /// Tells now what was recorded so many ms after the start.
@@ -185,7 +185,7 @@ impl Tenant {
     ) -> Result<Recorded, Contradiction> {
         let consumption = self.rig.consumption(call, idempotency_key, "");
         let consumption = Consumption { recorded_at: Some(START.plus_ms(ms)), ..consumption };
-        answered(self.ledger.record(self.life(), &consumption).await)
+        answered(self.ledger.record(self.life(), &consumption).await.map(done))
     }
 
     async fn must_record(&mut self, call: &Call) {
@@ -193,7 +193,7 @@ impl Tenant {
     }
 
     async fn release(&self, id: ReservationId, by: Option<&str>) -> Result<bool, Contradiction> {
-        answered(self.ledger.release(id, by.map(key).as_ref()).await)
+        answered(self.ledger.release(id, by.map(key).as_ref()).await.map(done))
     }
 
     async fn report(&self, seen: &[Observation]) -> Vec<Result<(), Unread>> {
@@ -350,7 +350,7 @@ async fn of_concurrent_enforcements_exactly_those_that_fit_are_admitted(driver: 
     let calls = (0..16).map(|turn| {
         let consumption = consumption.clone();
         let ledger = Arc::clone(if turn % 2 == 0 { &driver.ledger } else { &driver.other });
-        tokio::spawn(async move { ledger.record(life, &consumption).await.expect("an answer") })
+        tokio::spawn(async move { ledger.record(life, &consumption).await.map(done).expect("an answer") })
     });
     let recorded = join_all(calls.collect::<Vec<_>>()).await;
     let counted = recorded.into_iter().filter(|it| *it.as_ref().expect("it does not panic") == COUNTED);
@@ -566,11 +566,15 @@ async fn a_cost_that_counts_in_another_pool_gives_back_where_it_was_held(driver:
 
     let reservation = Some(Settlement { held_elsewhere: true, ..settles });
     let there = Consumption { reservation, ..consumption.clone() };
-    assert_eq!(answered(driver.ledger.record(target.life(), &there).await), Ok(COUNTED), "it is not late");
-    assert_eq!(answered(driver.ledger.record(target.life(), &there).await), Ok(DUPLICATE));
+    assert_eq!(
+        answered(driver.ledger.record(target.life(), &there).await.map(done)),
+        Ok(COUNTED),
+        "it is not late"
+    );
+    assert_eq!(answered(driver.ledger.record(target.life(), &there).await.map(done)), Ok(DUPLICATE));
     assert_eq!(known(&consumption).await, Ok(ReservationState::Open), "until it is given back");
     let nothing = Consumption { counts: Default::default(), connection: None, ..consumption.clone() };
-    assert_eq!(answered(driver.ledger.record(holder.life(), &nothing).await), Ok(COUNTED));
+    assert_eq!(answered(driver.ledger.record(holder.life(), &nothing).await.map(done)), Ok(COUNTED));
     assert_eq!((holder.total(hourly()).await, target.total(hourly()).await), ((0.0, 0.0), (20.0, 0.0)));
     assert_eq!(known(&consumption).await, Ok(ReservationState::Settled));
     assert_eq!(known(&of_another_cost).await, Err(Contradiction::Settled));

@@ -18,6 +18,7 @@ mod kill;
 mod ledger_contract;
 mod ledger_ids;
 mod many_clients;
+mod memory_journal;
 mod model;
 mod oracle;
 mod readme_tour;

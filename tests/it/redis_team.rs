@@ -19,17 +19,19 @@ use quota_share::{
         units::Unit,
     },
     store::{
-        Ledger, LedgerError,
+        Kept, Ledger, LedgerError,
         redis::{RedisLedger, RedisOptions, RedisUrl},
     },
 };
 
 use crate::{
     harness::PATIENCE,
+    memory_journal::MemoryJournal,
     model::{Call, Rig, START, allocation, dimension, dimension_spec, new_life, pool, tokens},
 };
 
-pub(crate) const COUNTED: Recorded = Recorded { duplicate: false, reservation_expired: false, unread: 0 };
+pub(crate) const COUNTED: Kept<Recorded> =
+    Kept::Done(Recorded { duplicate: false, reservation_expired: false, unread: 0 });
 pub(crate) const MINUTE_MS: u64 = 60_000;
 pub(crate) const HOUR_MS: u64 = 60 * MINUTE_MS;
 pub(crate) const DAY_MS: u64 = 24 * HOUR_MS;
@@ -46,8 +48,19 @@ pub(crate) async fn begun(
     clock: Arc<dyn Clock>,
     timeout: Duration,
 ) -> Arc<RedisLedger> {
+    begun_with(url, replica_id, clock, timeout, Arc::default()).await
+}
+
+/// The same with a journal of the test's.
+pub(crate) async fn begun_with(
+    url: &str,
+    replica_id: &str,
+    clock: Arc<dyn Clock>,
+    timeout: Duration,
+    journal: Arc<MemoryJournal>,
+) -> Arc<RedisLedger> {
     let url = RedisUrl::parse(url).expect("a URL");
-    let options = RedisOptions { url, replica_id: replica_id.to_owned(), timeout, clock };
+    let options = RedisOptions { url, replica_id: replica_id.to_owned(), timeout, clock, journal };
     Arc::new(RedisLedger::start(options).await.expect("a URL that can be used"))
 }
 
@@ -169,7 +182,7 @@ impl Team {
         call: &Call,
         idempotency_key: &str,
         reservation: &str,
-    ) -> Result<Recorded, LedgerError> {
+    ) -> Result<Kept<Recorded>, LedgerError> {
         let consumption = self.rig.consumption(call, idempotency_key, reservation);
         self.ledger.record(self.rig.life, &consumption).await
     }

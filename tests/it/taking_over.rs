@@ -29,13 +29,16 @@ use quota_share::{
     },
     service::{AdminError, Counters, Decision, EnforceCall, Found, Service, Start},
     store::{
-        Condition, Configured, DirectoryStore, Ledger, LedgerError, OpenLedger, Place, ReservationPlace,
-        StoreError,
+        Condition, Configured, DirectoryStore, Kept, Ledger, LedgerError, OpenLedger, Place,
+        ReservationPlace, StoreError,
     },
 };
 use tokio::{sync::Semaphore, time::timeout};
 
-use crate::harness::{T0, UNREACHABLE};
+use crate::{
+    harness::{T0, UNREACHABLE},
+    memory_journal::MemoryJournal,
+};
 
 const SOON: Duration = Duration::from_millis(20);
 
@@ -77,11 +80,11 @@ impl Ledger for HeldLedger {
         unreachable!()
     }
 
-    async fn record(&self, _: PoolRevision, _: &Consumption) -> Result<Recorded, LedgerError> {
+    async fn record(&self, _: PoolRevision, _: &Consumption) -> Result<Kept<Recorded>, LedgerError> {
         unreachable!()
     }
 
-    async fn release(&self, _: ReservationId, _: Option<&ApiKeyId>) -> Result<bool, LedgerError> {
+    async fn release(&self, _: ReservationId, _: Option<&ApiKeyId>) -> Result<Kept<bool>, LedgerError> {
         unreachable!()
     }
 
@@ -149,8 +152,8 @@ impl Ledger for HeldLedger {
         Condition::default()
     }
 
-    fn now(&self) -> Result<Timestamp, LedgerError> {
-        Ok(T0)
+    fn now(&self) -> Timestamp {
+        T0
     }
 
     async fn close(&self) {
@@ -196,7 +199,9 @@ fn service_on(sqlite: &Arc<HeldLedger>, stores: &Arc<Stores>) -> Service {
         ..Default::default()
     };
     let created = Directory::default().apply(Change::CreatePool(spec), T0).expect("the pool is valid");
-    let counters = Counters { place: Place::Sqlite, ledger: sqlite.clone(), drivers: stores.clone() };
+    let journal = Arc::new(MemoryJournal::default());
+    let (ledger, drivers) = (sqlite.clone(), stores.clone());
+    let counters = Counters { place: Place::Sqlite, ledger, drivers, journal };
     let start = Start {
         replica_id: "replica".to_owned(),
         settings: Settings {

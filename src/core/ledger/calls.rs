@@ -88,7 +88,7 @@ pub struct Enforced {
 }
 
 /// A cost to count, once.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Consumption {
     /// Whose.
     pub api_key: ApiKeyId,
@@ -114,7 +114,7 @@ pub struct Consumption {
 }
 
 /// Which reservation a cost settles.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Settlement {
     /// What is remembered of it.
     pub call: CallId,

@@ -25,10 +25,11 @@ use super::{
     STORE,
     client::{Client, Command, Failure, bytes_of, entries_of},
     health::Health,
-    slot::{Batch, Counted, Slot, Waiting},
+    slot::{Batch, Counted, Lost, Slot, Waiting},
+    ticket::{Stage, Ticket},
     wire::{self, Call, Header},
 };
-use crate::store::{LedgerError, StoreError};
+use crate::store::{BatchName, EntryId, Journal, LedgerError, StoreError};
 
 /// The script, as Redis gets it.
 pub(super) const SCRIPT: &str = concat!(
@@ -49,10 +50,12 @@ const MESSAGES_UNDER_WAY_MAX: usize = 4;
 const CLUSTER_MESSAGES_MAX: usize = 1_024;
 /// How long the first attempt of a batch waits for its answer; each further one twice as long.
 const ATTEMPT_MIN: Duration = Duration::from_millis(200);
-const ATTEMPT_MAX: Duration = Duration::from_secs(5);
+const ATTEMPT_MAX: Duration = Duration::from_secs(1);
 /// How long it takes from a failed attempt to the next.
 const PAUSE_MIN: Duration = Duration::from_millis(5);
-const PAUSE_MAX: Duration = Duration::from_millis(500);
+const PAUSE_MAX: Duration = Duration::from_millis(200);
+/// Until what could not be written to the journal is tried again.
+const JOURNAL_PAUSE: Duration = Duration::from_millis(200);
 
 pub(super) type Answer = Result<Bytes, LedgerError>;
 
@@ -62,8 +65,46 @@ impl Batch {
             // A caller that has hung up hears nothing.
             let _ = call.answer.map(|waiting| waiting.send(answer()));
         }
-        sender.finish(&self.slot);
+        if self.former_sender.is_none() {
+            sender.finish(&self.slot);
+        }
     }
+
+    fn name(&self, own: [u8; 16]) -> BatchName {
+        BatchName { sender: self.former_sender.unwrap_or(own), sequence: self.sequence }
+    }
+
+    /// The script has had it, or never will; returns the entries of the journal to be seen to.
+    fn end(&self, stage: Stage) -> Vec<EntryId> {
+        self.calls.iter().filter_map(|call| call.end(stage)).collect()
+    }
+}
+
+/// What the script says of one batch.
+#[derive(Debug)]
+struct Reply {
+    header: Bytes,
+    answers: Vec<Bytes>,
+}
+
+impl Reply {
+    /// What is in `value`, or why the batch has failed.
+    fn of(value: Value) -> Result<Self, String> {
+        let mut entries = entries_of(value).into_iter();
+        if let Some(header) = entries.next().and_then(bytes_of) {
+            return Ok(Self { header, answers: entries.filter_map(bytes_of).collect() });
+        }
+        let said = entries.next().and_then(bytes_of).unwrap_or_default();
+        Err(String::from_utf8_lossy(&said).into_owned())
+    }
+}
+
+/// What is left of batches that Redis has answered.
+#[derive(Debug, Default)]
+struct Left {
+    batches: Vec<Batch>,
+    /// Why Redis would not write them.
+    failure: Option<Failure>,
 }
 
 /// Sends the calls of all pools.
@@ -74,6 +115,7 @@ pub(super) struct Sender(Arc<Inner>);
 struct Inner {
     client: Client,
     health: Arc<Health>,
+    journal: Arc<dyn Journal>,
     /// Names this process: its replica, and its start.
     name: [u8; 16],
     script_sha: Bytes,
@@ -90,6 +132,7 @@ impl Sender {
     pub(super) fn start(
         client: Client,
         health: Arc<Health>,
+        journal: Arc<dyn Journal>,
         name: [u8; 16],
         clock: Arc<dyn crate::clock::Clock>,
     ) -> Self {
@@ -100,6 +143,7 @@ impl Sender {
         let sender = Self(Arc::new(Inner {
             client,
             health,
+            journal,
             name,
             script_sha,
             clock,
@@ -117,11 +161,6 @@ impl Sender {
         self.0.stop.cancel();
     }
 
-    /// Tells of [`stop`](Self::stop).
-    pub(super) fn stopping(&self) -> CancellationToken {
-        self.0.stop.clone()
-    }
-
     /// To be kept by whoever waits for an answer.
     pub(super) fn caller(&self) -> Arc<()> {
         Arc::clone(&self.0.callers)
@@ -137,34 +176,74 @@ impl Sender {
         self.0.unanswered.load(Ordering::Relaxed) > 0
     }
 
+    /// Names this process among senders.
+    pub(super) fn name(&self) -> [u8; 16] {
+        self.0.name
+    }
+
     /// Sends a call with the next batch of its pool.
     pub(super) fn submit(
         &self,
         slot: &Arc<Slot>,
         call: Call,
         makes: Option<[u8; 12]>,
+        ticket: Option<Arc<Ticket>>,
     ) -> Result<oneshot::Receiver<Answer>, LedgerError> {
         let (answer, receiver) = oneshot::channel();
-        self.push(slot, call, Some(answer), makes)?;
+        self.push(slot, self.waiting(call, Some(answer), makes, ticket))?;
         Ok(receiver)
     }
 
     /// The same where nobody waits for the answer.
     pub(super) fn submit_unheard(&self, slot: &Arc<Slot>, call: Call) -> Result<(), LedgerError> {
-        self.push(slot, call, None, None)
+        self.push(slot, self.waiting(call, None, None, None))
     }
 
-    fn push(
+    /// Sends a batch of a process that has ended, as far as the journal has kept it. The answer says whether the script has
+    /// had it by now.
+    pub(super) async fn send_former(
         &self,
         slot: &Arc<Slot>,
+        name: BatchName,
+        calls: Vec<(Call, EntryId)>,
+    ) -> Result<(), LedgerError> {
+        let mut answers = Vec::new();
+        let calls = calls.into_iter().map(|(call, entry)| {
+            let (answer, receiver) = oneshot::channel();
+            answers.push(receiver);
+            self.waiting(call, Some(answer), None, Some(Arc::new(Ticket::new(Some(entry)))))
+        });
+        let calls = calls.collect();
+        let BatchName { sender, sequence } = name;
+        let batch = Batch {
+            slot: Arc::clone(slot),
+            former_sender: Some(sender),
+            sequence,
+            previous: 0,
+            replays: Vec::new(),
+            calls,
+        };
+        tokio::spawn(self.clone().send(vec![batch], None));
+        for answer in answers {
+            answer.await.unwrap_or_else(|_| Err(LedgerError::Unreachable(stopped())))?;
+        }
+        Ok(())
+    }
+
+    fn waiting(
+        &self,
         call: Call,
         answer: Option<oneshot::Sender<Answer>>,
         makes: Option<[u8; 12]>,
-    ) -> Result<(), LedgerError> {
+        ticket: Option<Arc<Ticket>>,
+    ) -> Waiting {
+        Waiting { call, answer, makes, ticket, _counted: Counted::new(&self.0.unanswered) }
+    }
+
+    fn push(&self, slot: &Arc<Slot>, waiting: Waiting) -> Result<(), LedgerError> {
         if self.0.stop.is_cancelled() {
             return Err(LedgerError::Unreachable(stopped()));
         }
-        let waiting = Waiting { call, answer, makes, _counted: Counted::new(&self.0.unanswered) };
         if slot.push(waiting)? {
             self.announce(slot);
         }
@@ -205,27 +284,30 @@ impl Sender {
                 }
             }
             if !batches.is_empty() {
-                tokio::spawn(self.clone().send(batches, permit));
+                tokio::spawn(self.clone().send(batches, Some(permit)));
             }
         }
     }
 
     /// Sends batches until it is known what became of them.
-    async fn send(self, mut batches: Vec<Batch>, _under_way: OwnedSemaphorePermit) {
+    async fn send(self, batches: Vec<Batch>, _under_way: Option<OwnedSemaphorePermit>) {
+        let Some(mut batches) = self.assign(batches).await else { return };
         let mut command = self.command(&batches);
         let (mut timeout, mut pause, mut uncertain) = (ATTEMPT_MIN, PAUSE_MIN, false);
         loop {
             let result = tokio::select! {
                 result = self.0.client.call(command.clone(), timeout) => result,
-                () = self.0.stop.cancelled() => return self.give_up(batches, &stopped()),
+                () = self.0.stop.cancelled() => return,
             };
             let failure = match result {
                 Ok(replies) => {
-                    let Some((refused, failure)) = self.distribute(batches, replies) else {
+                    let left = self.distribute(batches, replies).await;
+                    batches = left.batches;
+                    if batches.is_empty() {
                         return;
-                    };
-                    batches = refused;
+                    }
                     command = self.command(&batches);
+                    let Some(failure) = left.failure else { continue };
                     failure
                 }
                 Err(failure) if failure.is_no_script() => {
@@ -235,14 +317,16 @@ impl Sender {
                 }
                 Err(failure) => failure,
             };
-            self.0.health.fails(&failure);
+            let back = self.0.health.back.notified();
+            self.fails(&batches, &failure, timeout);
             uncertain |= failure.is_unknown();
             if failure.is_final() && !uncertain {
-                return self.give_up(batches, &failed(failure));
+                return self.give_up(batches, &failed(failure)).await;
             }
             tokio::select! {
                 () = sleep(pause) => {}
-                () = self.0.stop.cancelled() => return self.give_up(batches, &stopped()),
+                () = back => {}
+                () = self.0.stop.cancelled() => return,
             }
             if !uncertain {
                 batches = self.wanted(batches);
@@ -252,6 +336,37 @@ impl Sender {
                 command = self.command(&batches);
             }
             (timeout, pause) = ((2 * timeout).min(ATTEMPT_MAX), (2 * pause).min(PAUSE_MAX));
+        }
+    }
+
+    /// Says to the journal which batches carry what it has, before they do. `None`: it cannot be said, and nothing is sent.
+    async fn assign(&self, batches: Vec<Batch>) -> Option<Vec<Batch>> {
+        let own = batches.iter().filter(|batch| batch.former_sender.is_none());
+        let carried = own.flat_map(|batch| {
+            let name = Some(batch.name(self.0.name));
+            batch.calls.iter().filter_map(Waiting::entry).map(move |entry| (entry, name))
+        });
+        let carried: Vec<_> = carried.collect();
+        if !carried.is_empty()
+            && let Err(error) = self.0.journal.assign(carried).await
+        {
+            for batch in batches {
+                batch.end(Stage::NotDone);
+                batch.answer_all(self, || Err(LedgerError::Unreachable(error.clone())));
+            }
+            return None;
+        }
+        Some(batches)
+    }
+
+    fn fails(&self, batches: &[Batch], failure: &Failure, waited: Duration) {
+        for batch in batches {
+            let reach = &batch.slot.reach;
+            if failure.is_timeout() {
+                self.0.health.timed_out(reach, waited);
+            } else {
+                self.0.health.fails(reach, failure);
+            }
         }
     }
 
@@ -273,72 +388,133 @@ impl Sender {
     }
 
     fn args(&self, script: Bytes, batches: &[Batch]) -> Vec<Bytes> {
-        let keys = batches.iter().flat_map(|batch| batch.slot.keys.iter().cloned());
-        let messages = batches.iter().map(|batch| {
+        let (mut keys, mut messages) = (Vec::new(), Vec::new());
+        for batch in batches {
+            let name = batch.name(self.0.name);
+            for replay in &batch.replays {
+                keys.extend(batch.slot.keys.iter().cloned());
+                let name = BatchName { sequence: replay.sequence, ..name };
+                messages.push(Bytes::from(wire::batch(name, 0, replay.calls.iter())));
+            }
+            keys.extend(batch.slot.keys.iter().cloned());
             let calls = batch.calls.iter().map(|waiting| &waiting.call);
-            Bytes::from(wire::batch(&self.0.name, batch.sequence, calls))
-        });
-        let count = (batches.len() * 7).to_string().into();
+            messages.push(Bytes::from(wire::batch(name, batch.previous, calls)));
+        }
+        let count = keys.len().to_string().into();
         [script, count].into_iter().chain(keys).chain([now_for(&*self.0.clock)]).chain(messages).collect()
     }
 
-    fn give_up(&self, batches: Vec<Batch>, error: &StoreError) {
+    /// It is known that Redis has not had `batches`, and they are not sent again.
+    async fn give_up(&self, batches: Vec<Batch>, error: &StoreError) {
         for batch in batches {
+            if batch.former_sender.is_none() && !self.withdraw_entries(batch.end(Stage::NotDone)).await {
+                return;
+            }
             batch.answer_all(self, || Err(LedgerError::Unreachable(error.clone())));
         }
     }
 
-    /// Answers what was done; returns what Redis has refused to write, and why.
-    fn distribute(&self, batches: Vec<Batch>, replies: Value) -> Option<(Vec<Batch>, Failure)> {
-        let mut replies = entries_of(replies).into_iter();
-        let (mut refused, mut why) = (Vec::new(), None);
-        for batch in batches {
-            let mut reply = entries_of(replies.next().unwrap_or(Value::Null)).into_iter();
-            let header = reply.next().and_then(bytes_of);
-            match header {
-                Some(header) => self.distribute_one(batch, &header, reply.filter_map(bytes_of).collect()),
-                None => {
-                    let said = reply.next().and_then(bytes_of).unwrap_or_default();
-                    let said = String::from_utf8_lossy(&said);
-                    if let Some(failure) = Failure::of_script(&said) {
-                        refused.push(batch);
-                        why = Some(failure);
-                        continue;
-                    }
-                    self.0.health.answers();
-                    let error = broken(&said);
-                    tracing::error!(pool = batch.slot.pool.0, %error, "a batch failed in Redis");
-                    batch.answer_all(self, || Err(error.clone().into()));
-                }
+    /// Says to the journal that no batch has carried `entries`: later batches would be taken for a sign that one has. False
+    /// if the service stops before.
+    async fn withdraw_entries(&self, entries: Vec<EntryId>) -> bool {
+        let none: Vec<_> = entries.into_iter().map(|entry| (entry, None)).collect();
+        while !none.is_empty() && self.0.journal.assign(none.clone()).await.is_err() {
+            tokio::select! {
+                () = sleep(JOURNAL_PAUSE) => {}
+                () = self.0.stop.cancelled() => return false,
             }
         }
-        why.map(|why| (refused, why))
+        true
     }
 
-    fn distribute_one(&self, batch: Batch, header: &[u8], answers: Vec<Bytes>) {
-        self.0.health.answers();
-        if rmp_serde::from_slice::<&str>(header).is_ok_and(|header| header == "removed") {
-            batch.slot.remove();
-            return batch.answer_all(self, || Err(LedgerError::PoolRemoved));
+    /// Drops what has reached the store from the journal. Should that fail, the script says at the next start that it was
+    /// there.
+    fn remove_entries(&self, entries: Vec<EntryId>) {
+        if !entries.is_empty() {
+            let journal = Arc::clone(&self.0.journal);
+            tokio::spawn(async move { journal.remove(entries).await });
         }
-        let header = match rmp_serde::from_slice::<Header>(header) {
+    }
+
+    /// Answers what was done; returns what has to be sent again.
+    async fn distribute(&self, batches: Vec<Batch>, replies: Value) -> Left {
+        let mut replies = entries_of(replies).into_iter();
+        let mut left = Left::default();
+        for mut batch in batches {
+            for _ in batch.replays.drain(..) {
+                // Whoever has called has had an answer.
+                let reply = replies.next().map(Reply::of);
+                left.failure = left.failure.or(reply.and_then(|reply| reply.err()).map(Failure::said));
+            }
+            let said = match Reply::of(replies.next().unwrap_or(Value::Null)) {
+                Ok(Reply { header, answers }) => {
+                    left.batches.extend(self.distribute_one(batch, &header, answers));
+                    continue;
+                }
+                Err(said) => said,
+            };
+            if let Some(failure) = Failure::of_script(&said) {
+                left.failure = Some(failure);
+                left.batches.push(batch);
+                continue;
+            }
+            let error = broken(&said);
+            if batch.slot.says_failure() {
+                tracing::error!(created_revision = batch.slot.pool.0, %error, "a pool's calls fail in Redis");
+            }
+            self.give_up(vec![batch], &error).await;
+        }
+        left
+    }
+
+    /// Answers what was done of one batch; returns it if it has to be sent again.
+    fn distribute_one(&self, mut batch: Batch, header: &[u8], answers: Vec<Bytes>) -> Option<Batch> {
+        self.0.health.writes(&batch.slot.reach);
+        match rmp_serde::from_slice::<&str>(header) {
+            Ok("removed") => {
+                batch.slot.remove();
+                self.remove_entries(batch.end(Stage::Done));
+                batch.answer_all(self, || Err(LedgerError::PoolRemoved));
+                return None;
+            }
+            Ok("behind") => {
+                let done = answers.first().and_then(|done| rmp_serde::from_slice(done).ok()).unwrap_or(0);
+                let Lost { replays, missing_batches, holds } = batch.slot.lost(done);
+                self.0.health.lost(&batch.slot, replays.len() as u64, missing_batches, holds);
+                batch.previous = replays.last().map_or(done, |replay| replay.sequence);
+                batch.replays = replays;
+                return Some(batch);
+            }
+            _ => {}
+        }
+        let is_former = batch.former_sender.is_some();
+        let header = rmp_serde::from_slice::<Header>(header).map_err(|error| broken(&error.to_string()));
+        let header = header.and_then(|header| match answers.len() {
+            count if is_former || count == batch.calls.len() => Ok(header),
+            _ => Err(broken("an answer of another number of calls")),
+        });
+        let header = match header {
             Ok(header) => header,
             Err(error) => {
-                let error = broken(&error.to_string());
-                return batch.answer_all(self, || Err(error.clone().into()));
+                batch.answer_all(self, || Err(error.clone().into()));
+                return None;
             }
         };
-        if answers.len() != batch.calls.len() {
-            let error = broken("an answer of another number of calls");
-            return batch.answer_all(self, || Err(error.clone().into()));
-        }
+        self.remove_entries(batch.end(Stage::Done));
         self.0.health.heard(&batch.slot, &header);
-        batch.slot.heard(header);
-        for (call, answer) in batch.calls.into_iter().zip(answers) {
-            // A caller that has hung up hears nothing.
-            let _ = call.answer.map(|waiting| waiting.send(Ok(answer)));
+        if is_former {
+            batch.answer_all(self, || Ok(Bytes::new()));
+            return None;
         }
+        let mut calls = Vec::with_capacity(batch.calls.len());
+        for (waiting, answer) in batch.calls.into_iter().zip(answers) {
+            // A caller that has hung up hears nothing.
+            let _ = waiting.answer.map(|caller| caller.send(Ok(answer)));
+            calls.push(waiting.call);
+        }
+        batch.slot.heard(batch.sequence, header, calls);
         self.finish(&batch.slot);
+        None
     }
 }
 

@@ -30,7 +30,7 @@ const REDIRECTIONS_MAX: u32 = 3;
 /// Commands that wait for a connection.
 const COMMANDS_WAITING_MAX: usize = 10_000;
 const RECONNECT_MIN_MS: u32 = 50;
-const RECONNECT_MAX_MS: u32 = 1_000;
+const RECONNECT_MAX_MS: u32 = 500;
 
 /// What fred says of a command that it would have to keep until there is a connection, and of no other.
 const NOT_CONNECTED: &str = "Connection closed unexpectedly.";
@@ -61,6 +61,21 @@ const PASSING: [&str; 8] =
 /// Those by which it refuses what a script was about to write.
 const REFUSALS_IN_SCRIPT: [&str; 5] = ["MASTERDOWN", "MISCONF", "NOREPLICAS", "OOM", "READONLY"];
 
+/// Those that are said to everybody, and not of one key or slot.
+const OUT_OF_REACH: [&str; 11] = [
+    "BUSY",
+    "CLUSTERDOWN",
+    "LOADING",
+    "MASTERDOWN",
+    "MISCONF",
+    "NOAUTH",
+    "NOPERM",
+    "NOREPLICAS",
+    "OOM",
+    "READONLY",
+    "WRONGPASS",
+];
+
 /// Why there is no answer.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(super) enum Failure {
@@ -89,6 +104,11 @@ impl Failure {
         Some(Failure::Refused { word: word.to_owned(), text: text.to_owned() })
     }
 
+    /// A script has failed, which it told as `text`.
+    pub(super) fn said(text: String) -> Self {
+        Self::of_script(&text).unwrap_or(Failure::Refused { word: "ERR".to_owned(), text })
+    }
+
     /// Redis does not know the script.
     pub(super) fn is_no_script(&self) -> bool {
         matches!(self, Failure::Refused { word, .. } if word == "NOSCRIPT")
@@ -104,9 +124,18 @@ impl Failure {
         matches!(self, Failure::Refused { word, .. } if word == "WRONGTYPE")
     }
 
-    /// Redis answers, and lets nothing be written.
-    pub(super) fn is_of_writes(&self) -> bool {
-        matches!(self, Failure::Refused { word, .. } if REFUSALS_IN_SCRIPT.contains(&word.as_str()))
+    /// What is asked next will fail as well: time-outs are counted before that is supposed.
+    pub(super) fn is_out_of_reach(&self) -> bool {
+        match self {
+            Failure::Refused { word, .. } => OUT_OF_REACH.contains(&word.as_str()),
+            Failure::NotSent => true,
+            Failure::Unknown(error) => *error.kind() != ErrorKind::Timeout,
+        }
+    }
+
+    /// There was no answer in time.
+    pub(super) fn is_timeout(&self) -> bool {
+        matches!(self, Failure::Unknown(error) if *error.kind() == ErrorKind::Timeout)
     }
 
     /// The command may have been done.

@@ -1,4 +1,4 @@
-//! What this process knows of its Redis: whether it answers, what its clock says, and what went wrong there.
+//! What this process knows of its Redis: whether it is within reach, what its clock says, and what went wrong there.
 
 use std::{
     sync::{
@@ -9,29 +9,31 @@ use std::{
 };
 
 use parking_lot::Mutex;
+use tokio::sync::Notify;
 
 use super::{
     batches::{broken, failed},
     client::Failure,
     keys::LAYOUT,
+    reach::Reach,
     slot::Slot,
     wire::Header,
 };
 use crate::{
     clock::Clock,
     core::{ledger::Ended, units::Timestamp},
-    store::StoreError,
+    store::{Losses, StoreError},
 };
 
 /// How long the best estimate of Redis' clock is kept beside newer ones.
 const ESTIMATE_LIFE: Duration = Duration::from_secs(5);
 
+/// How long it is not said again that something is lost.
+const SAID_AGAIN_AFTER: Duration = Duration::from_secs(10);
+
 pub(super) fn not_reached() -> StoreError {
     broken("it has not been reached yet")
 }
-
-/// How long it is not said again that Redis does not answer.
-const SAID_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
 /// See the module.
 #[derive(Debug)]
@@ -41,13 +43,9 @@ pub(super) struct Health {
     /// Redis' clock less the time since the start, in ms: the most of two spans of time, and when the newer began. An
     /// answer has been under way for a while, so an estimate is never ahead of Redis' clock, and the largest is the best.
     estimates: Mutex<Option<(Instant, i64, i64)>>,
-    failing: Mutex<Option<StoreError>>,
-    answers: AtomicBool,
-    /// That it does not answer was said, and when that was last.
-    silence_said: AtomicBool,
-    last_said: Mutex<Option<Instant>>,
-    /// It refuses what is to be written, whatever it answers else.
-    refuses_writes: AtomicBool,
+    outage: Mutex<Outage>,
+    /// Something is within reach again.
+    pub(super) back: Notify,
     knows_layout: AtomicBool,
     newer_layout: AtomicU64,
     evicting: Mutex<Option<String>>,
@@ -56,19 +54,36 @@ pub(super) struct Health {
     settled: AtomicU64,
     released: AtomicU64,
     expired: AtomicU64,
+    last_loss_said: Mutex<Option<Instant>>,
+    missing_batches: AtomicU64,
+    lost_holds: AtomicU64,
+    resent: AtomicU64,
+}
+
+/// What is out of reach now, and what was.
+#[derive(Debug)]
+struct Outage {
+    /// How many are degraded.
+    degraded: usize,
+    /// Since when any is.
+    since: Instant,
+    why: Option<StoreError>,
+    said: bool,
+    /// Of those that are over.
+    total: Duration,
 }
 
 impl Health {
+    /// Nothing has been reached yet.
     pub(super) fn new(clock: Arc<dyn Clock>) -> Self {
+        let why = Some(not_reached());
+        let since = Instant::now();
         Self {
             clock,
             started: Instant::now(),
             estimates: Mutex::new(None),
-            failing: Mutex::new(Some(not_reached())),
-            answers: AtomicBool::new(false),
-            silence_said: AtomicBool::new(false),
-            last_said: Mutex::new(None),
-            refuses_writes: AtomicBool::new(false),
+            outage: Mutex::new(Outage { degraded: 1, since, why, said: false, total: Duration::ZERO }),
+            back: Notify::new(),
             knows_layout: AtomicBool::new(false),
             newer_layout: AtomicU64::new(0),
             evicting: Mutex::new(None),
@@ -77,7 +92,16 @@ impl Health {
             settled: AtomicU64::new(0),
             released: AtomicU64::new(0),
             expired: AtomicU64::new(0),
+            last_loss_said: Mutex::new(None),
+            missing_batches: AtomicU64::new(0),
+            lost_holds: AtomicU64::new(0),
+            resent: AtomicU64::new(0),
         }
+    }
+
+    /// The present instant by the clock that decides, as it is known: before Redis was ever heard, by this machine's.
+    pub(super) fn now(&self) -> Timestamp {
+        self.redis_now().unwrap_or_else(|| self.clock.now())
     }
 
     /// The present instant by the clock that decides, if it is known. Not ahead of the truth.
@@ -104,36 +128,86 @@ impl Health {
         });
     }
 
-    /// Redis has answered what only reads. That it writes again is for a batch to tell.
-    pub(super) fn answers_reads(&self) {
-        if !self.refuses_writes.load(Ordering::Relaxed) {
-            self.answers();
+    /// Something was written there. The change is said once.
+    pub(super) fn writes(&self, reach: &Reach) {
+        reach.answered();
+        if !reach.is_degraded() || !reach.set_degraded(false) {
+            return;
         }
-    }
-
-    /// Redis has answered. The change is said once.
-    pub(super) fn answers(&self) {
-        self.refuses_writes.store(false, Ordering::Relaxed);
-        if !self.answers.swap(true, Ordering::Relaxed) {
-            *self.failing.lock() = None;
-            // Where one node of several fails, answers and failures take turns.
-            if self.silence_said.swap(false, Ordering::Relaxed) || self.last_said.lock().is_none() {
+        let mut outage = self.outage.lock();
+        outage.degraded -= 1;
+        if outage.degraded == 0 {
+            let lasted = outage.since.elapsed();
+            outage.total += lasted;
+            outage.why = None;
+            if std::mem::replace(&mut outage.said, false) {
+                tracing::warn!(seconds = lasted.as_secs_f64(), "Redis answers again: it decides from now on");
+            } else {
                 tracing::info!("Redis answers");
             }
         }
+        drop(outage);
+        self.back.notify_waiters();
     }
 
-    /// Redis has not done what it was asked. The change is said once.
-    pub(super) fn fails(&self, failure: &Failure) {
-        let mut last_said = self.last_said.lock();
-        let of_late = last_said.is_some_and(|at| at.elapsed() < SAID_AGAIN_AFTER);
-        if !of_late && !self.silence_said.swap(true, Ordering::Relaxed) {
-            *last_said = Some(Instant::now());
-            tracing::warn!(error = failure as &dyn std::error::Error, "Redis does not answer as it should");
+    /// It has not done what it was asked. The change is said once.
+    pub(super) fn fails(&self, reach: &Reach, failure: &Failure) {
+        if failure.is_out_of_reach() {
+            self.degrade(reach, failed(failure.clone()));
         }
-        *self.failing.lock() = Some(failed(failure.clone()));
-        self.refuses_writes.fetch_or(failure.is_of_writes(), Ordering::Relaxed);
-        self.answers.store(false, Ordering::Relaxed);
+    }
+
+    /// There was no answer within `waited`.
+    pub(super) fn timed_out(&self, reach: &Reach, waited: Duration) {
+        if reach.timed_out(waited) {
+            self.degrade(reach, broken("it does not answer in time"));
+        }
+    }
+
+    fn degrade(&self, reach: &Reach, why: StoreError) {
+        let is_change = reach.set_degraded(true);
+        let mut outage = self.outage.lock();
+        if is_change {
+            outage.degraded += 1;
+            if outage.degraded == 1 {
+                outage.since = Instant::now();
+            }
+        }
+        if !outage.said {
+            outage.said = true;
+            let error = &why as &dyn std::error::Error;
+            tracing::warn!(
+                error,
+                "Redis is out of reach: pools decide by their failure mode, records go to the journal"
+            );
+        }
+        outage.why.get_or_insert(why);
+    }
+
+    /// How long something has been out of reach, all in all.
+    pub(super) fn degraded_for(&self) -> Duration {
+        let outage = self.outage.lock();
+        let now = if outage.degraded > 0 { outage.since.elapsed() } else { Duration::ZERO };
+        outage.total + now
+    }
+
+    /// A fail-over has lost batches of `slot`: so many are sent again, and what is not.
+    pub(super) fn lost(&self, slot: &Slot, resent: u64, missing_batches: u64, holds: u64) {
+        self.resent.fetch_add(resent, Ordering::Relaxed);
+        self.missing_batches.fetch_add(missing_batches, Ordering::Relaxed);
+        self.lost_holds.fetch_add(holds, Ordering::Relaxed);
+        let mut last_said = self.last_loss_said.lock();
+        if last_said.is_none_or(|at| at.elapsed() >= SAID_AGAIN_AFTER) {
+            *last_said = Some(Instant::now());
+            tracing::warn!(
+                created_revision = slot.pool.0,
+                resent,
+                missing_batches,
+                lost_reservations = holds,
+                "Redis has lost what it had acknowledged of a pool: records and releases of the last seconds are sent \
+                 again; metrics count all pools"
+            );
+        }
     }
 
     /// What came with a batch of `slot`.
@@ -207,7 +281,7 @@ impl Health {
     }
 
     pub(super) fn failing(&self) -> Option<StoreError> {
-        self.failing.lock().clone()
+        self.outage.lock().why.clone()
     }
 
     pub(super) fn evicting(&self) -> Option<String> {
@@ -216,6 +290,16 @@ impl Health {
 
     pub(super) fn vanished_pools(&self) -> u64 {
         self.vanished.load(Ordering::Relaxed)
+    }
+
+    /// What fail-overs have lost, and what was sent again.
+    pub(super) fn losses(&self) -> Losses {
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        Losses {
+            resent_batches: read(&self.resent),
+            missing_batches: read(&self.missing_batches),
+            reservations: read(&self.lost_holds),
+        }
     }
 
     pub(super) fn clock_steps(&self) -> u64 {

@@ -12,6 +12,11 @@ pub(super) const LAYOUT: u32 = 1;
 /// Where the newest layout that any replica has used is written.
 pub(super) const LAYOUT_KEY: &str = "quota-share:layout";
 
+/// Written to find out whether anything can be.
+pub(super) const PROBE_KEY: &str = "quota-share:probe";
+/// Which senders are there, by when they last said so.
+pub(super) const REPLICAS_KEY: &str = "quota-share:replicas";
+
 /// The parts of a pool's keys after its hash tag, in the order in which the script takes them.
 const SUFFIXES: [&str; 7] = ["", ":deadlines", ":recorders", ":ids0", ":ids1", ":ids2", ":mark"];
 
@@ -30,6 +35,11 @@ pub(super) const ACCOUNT: u8 = 4;
 /// All keys of a pool; the first is its hash.
 pub(super) fn of_pool(pool: PoolRevision) -> [Bytes; 7] {
     SUFFIXES.map(|suffix| format!("quota-share:{LAYOUT}:{{{}}}{suffix}", pool.0).into())
+}
+
+/// Written to find out whether anything can be, on the node that has the pool.
+pub(super) fn probe_of(pool: PoolRevision) -> Bytes {
+    format!("quota-share:{LAYOUT}:{{{}}}:probe", pool.0).into()
 }
 
 /// The field of what is known of an account.

@@ -1,24 +1,33 @@
 //! The counters of all pools in Redis, as the service asks for them.
 
 use std::{
-    sync::{Arc, atomic::Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
-use tokio::time::timeout;
+use tokio::{sync::oneshot, task::JoinHandle, time::timeout};
+use tokio_util::sync::CancellationToken;
 
 use super::{
     RedisOptions, STORE,
-    batches::{Sender, broken},
+    batches::{Answer, Sender, broken, stopped},
     client::Client,
+    drain::Drain,
     health::{Health, not_reached},
     keys,
+    pools::Pools,
+    probe,
     reads::Reader,
     slot::Slot,
     stored::{Stored, decode},
+    ticket::{Stage, Ticket},
     watch,
     wire::{Call, EnforceAnswer, Refused},
 };
@@ -35,7 +44,10 @@ use crate::{
         plan::DimensionKey,
         units::Timestamp,
     },
-    store::{Condition, Ledger, LedgerError, ReservationPlace, StoreError},
+    store::{
+        BatchName, Condition, Deferred, EntryId, Journal, Kept, Ledger, LedgerError, ReservationPlace,
+        StoreError,
+    },
 };
 
 /// How long people wait for what they look at, at least.
@@ -58,7 +70,12 @@ pub struct RedisLedger {
     health: Arc<Health>,
     sender: Sender,
     reader: Reader,
-    pools: papaya::HashMap<PoolRevision, Arc<Slot>>,
+    pools: Arc<Pools>,
+    live_replicas: Arc<AtomicU64>,
+    /// Ends what goes on by itself.
+    stop: CancellationToken,
+    /// Has turns of the journal; its end is waited for.
+    drain: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl RedisLedger {
@@ -73,34 +90,68 @@ impl RedisLedger {
         let client = Client::start(&options.url).map_err(unusable)?;
         let clock = Arc::clone(&options.clock);
         let health = Arc::new(Health::new(Arc::clone(&clock)));
-        let sender = Sender::start(
-            client.clone(),
-            Arc::clone(&health),
-            name_of(&options.replica_id),
-            Arc::clone(&clock),
-        );
+        let pools = Arc::new(Pools::new(client.is_clustered()));
+        let journal = Arc::clone(&options.journal);
+        let name = name_of(&options.replica_id);
+        let (link, watched) = (client.clone(), Arc::clone(&health));
+        let sender = Sender::start(link, watched, Arc::clone(&journal), name, Arc::clone(&clock));
         let reader = Reader::start(client.clone(), Arc::clone(&health), clock, options.timeout);
-        tokio::spawn(watch::run(client.clone(), Arc::clone(&health), sender.stopping()));
+        let live_replicas = Arc::new(AtomicU64::new(1));
+        let drain =
+            Drain { journal, sender: sender.clone(), health: Arc::clone(&health), pools: Arc::clone(&pools) };
+        let stop = CancellationToken::new();
+        let drain = Mutex::new(Some(tokio::spawn(drain.run(stop.clone()))));
+        let ledger = Self { options, client, health, sender, reader, pools, live_replicas, stop, drain };
+        ledger.look_after();
         let reached = async {
-            while health.failing().is_some() {
+            while ledger.health.failing().is_some() {
                 tokio::time::sleep(START_PAUSE).await;
             }
         };
         // Without an answer it starts degraded.
         let _ = timeout(START_TIMEOUT, reached).await;
-        Ok(Self { options, client, health, sender, reader, pools: papaya::HashMap::new() })
+        Ok(ledger)
     }
 
-    /// The pool's slot, made where it is not yet.
+    /// Starts what goes on by itself.
+    fn look_after(&self) {
+        let (client, health, pools) = (&self.client, &self.health, &self.pools);
+        let (sender, known) = (self.sender.clone(), Arc::clone(pools));
+        let looked = move || {
+            for slot in known.all().into_iter().filter(|slot| slot.may_have_lost()) {
+                // Where too much waits already, the next batch finds out.
+                let _ = sender.submit_unheard(&slot, Call::nothing());
+            }
+        };
+        let (reach, stop) = (Arc::clone(&pools.reach), self.stop.clone());
+        tokio::spawn(watch::run(client.clone(), Arc::clone(health), reach, stop, looked));
+        let (known, reach, stop) = (Arc::clone(pools), Arc::clone(&pools.reach), self.stop.clone());
+        tokio::spawn(probe::probe(client.clone(), Arc::clone(health), reach, move || known.all(), stop));
+        let (reach, live, stop) =
+            (Arc::clone(&pools.reach), Arc::clone(&self.live_replicas), self.stop.clone());
+        tokio::spawn(probe::beat(client.clone(), Arc::clone(health), reach, self.sender.name(), live, stop));
+    }
+
+    /// The pool's slot, where it can be asked now.
     fn slot(&self, pool: PoolRevision) -> Result<Arc<Slot>, LedgerError> {
+        let slot = self.pools.slot(pool);
+        match self.why_out_of_reach(&slot) {
+            Some(why) => Err(LedgerError::Unreachable(why)),
+            None if slot.is_removed() => Err(LedgerError::PoolRemoved),
+            None => Ok(slot),
+        }
+    }
+
+    /// Why nothing can be asked about the pool now.
+    fn why_out_of_reach(&self, slot: &Slot) -> Option<StoreError> {
         if !self.health.knows_layout() {
-            return Err(LedgerError::Unreachable(not_reached()));
+            return Some(not_reached());
         }
         if let Some(layout) = self.health.newer_layout() {
-            return Err(LedgerError::Unreachable(newer_layout(layout)));
+            return Some(newer_layout(layout));
         }
-        let slot = Arc::clone(self.pools.pin().get_or_insert_with(pool, || Arc::new(Slot::new(pool))));
-        if slot.is_removed() { Err(LedgerError::PoolRemoved) } else { Ok(slot) }
+        let out_of_reach = self.pools.are_out_of_reach(slot);
+        out_of_reach.then(|| self.health.failing().unwrap_or_else(not_reached))
     }
 
     /// The longest that a cost waits: for the batch that is under way, and for its own.
@@ -122,13 +173,58 @@ impl RedisLedger {
         budget: Duration,
     ) -> Result<T, LedgerError> {
         let _waiting = self.sender.caller();
-        let answer = self.sender.submit(slot, call, makes)?;
-        let answer = timeout(budget, answer).await.map_err(|_| timed_out(budget))?;
-        let bytes = answer.unwrap_or_else(|_| Err(timed_out(budget)))?;
-        match decode::<Result<T, Refused>>("an answer", &bytes)? {
-            Ok(value) => Ok(value),
-            Err(refused) => Err(refused.contradiction().map_or_else(|| timed_out(budget), LedgerError::from)),
+        let answer = self.sender.submit(slot, call, makes, None)?;
+        let answer = timeout(budget, answer).await.map_err(|_| self.timed_out(slot, budget))?;
+        answered(answer.unwrap_or_else(|_| Err(stopping())), budget)
+    }
+
+    /// A call on `slot` has waited for as long as `budget`.
+    fn timed_out(&self, slot: &Slot, budget: Duration) -> LedgerError {
+        self.health.timed_out(&slot.reach, budget);
+        late(budget)
+    }
+
+    /// Has the script do what can wait, or the journal keep it where the script cannot be reached.
+    async fn deferrable<T: DeserializeOwned>(
+        &self,
+        slot: Arc<Slot>,
+        call: Call,
+        deferred: impl FnOnce() -> Deferred,
+    ) -> Result<Kept<T>, LedgerError> {
+        let budget = self.record_timeout();
+        let _waiting = self.sender.caller();
+        if self.why_out_of_reach(&slot).is_some() {
+            return self.deferral(slot, deferred()).keep(None).await.map(|_| Kept::Journaled);
         }
+        let ticket = Arc::new(Ticket::new(None));
+        let mut answer = self.sender.submit(&slot, call, None, Some(Arc::clone(&ticket)))?;
+        match timeout(budget, &mut answer).await {
+            Ok(Ok(Err(LedgerError::Unreachable(_)))) => {
+                self.deferral(slot, deferred()).keep(None).await.map(|_| Kept::Journaled)
+            }
+            Ok(Ok(answer)) => answered(answer, budget).map(Kept::Done),
+            Ok(Err(_)) | Err(_) => {
+                self.health.timed_out(&slot.reach, budget);
+                // It goes on when the caller hangs up: what the journal has must be followed to its end.
+                let deferral = self.deferral(slot, deferred());
+                let settling = tokio::spawn(async move { deferral.settle(&ticket, answer).await });
+                match settling.await.unwrap_or_else(|_| Err(stopping()))? {
+                    Kept::Done(bytes) => answered(Ok(bytes), budget).map(Kept::Done),
+                    Kept::Journaled => Ok(Kept::Journaled),
+                }
+            }
+        }
+    }
+
+    fn deferral(&self, slot: Arc<Slot>, call: Deferred) -> Deferral {
+        let call = match call {
+            Deferred::Record(consumption) if consumption.recorded_at.is_none() => {
+                let recorded_at = Some(self.health.now());
+                Deferred::Record(Arc::new(Consumption { recorded_at, ..(*consumption).clone() }))
+            }
+            call => call,
+        };
+        Deferral { journal: Arc::clone(&self.options.journal), sender: self.sender.name(), slot, call }
     }
 
     /// The part of the pool that `api_key` and the accounts of `connections` in `dimensions` are; `None` if Redis has to look
@@ -207,8 +303,67 @@ fn name_of(replica_id: &str) -> [u8; 16] {
     name
 }
 
-fn timed_out(budget: Duration) -> LedgerError {
+fn late(budget: Duration) -> LedgerError {
     LedgerError::Unreachable(broken(&format!("no answer within {} ms", budget.as_millis())))
+}
+
+/// What the script says to a call that had to be done within `budget`.
+fn answered<T: DeserializeOwned>(answer: Answer, budget: Duration) -> Result<T, LedgerError> {
+    match decode::<Result<T, Refused>>("an answer", &answer?)? {
+        Ok(value) => Ok(value),
+        Err(refused) => Err(refused.contradiction().map_or_else(|| late(budget), LedgerError::from)),
+    }
+}
+
+/// A call on its way to the journal.
+#[derive(Debug)]
+struct Deferral {
+    journal: Arc<dyn Journal>,
+    sender: [u8; 16],
+    slot: Arc<Slot>,
+    call: Deferred,
+}
+
+impl Deferral {
+    /// Keeps the call; the batch `sequence` may have carried it.
+    async fn keep(&self, sequence: Option<u64>) -> Result<EntryId, LedgerError> {
+        let batch = sequence.map(|sequence| BatchName { sender: self.sender, sequence });
+        let entry = self.journal.add(self.slot.pool, batch, &self.call).await?;
+        self.journal.counts().kept();
+        Ok(entry)
+    }
+
+    /// Keeps a call that was sent, or was about to be; what it was answered, if it was meanwhile.
+    async fn settle(
+        self,
+        ticket: &Ticket,
+        mut answer: oneshot::Receiver<Answer>,
+    ) -> Result<Kept<Bytes>, LedgerError> {
+        let sequence = match ticket.withdraw() {
+            Stage::UnderWay(sequence) => Some(sequence),
+            Stage::Done => return answer.await.unwrap_or_else(|_| Err(stopping())).map(Kept::Done),
+            Stage::Waiting | Stage::Withdrawn | Stage::NotDone => None,
+        };
+        let entry = self.keep(sequence).await?;
+        if sequence.is_none() {
+            return Ok(Kept::Journaled);
+        }
+        match ticket.keep(entry) {
+            Stage::Done => {
+                self.journal.remove(vec![entry]).await?;
+                (&mut answer).await.unwrap_or_else(|_| Err(stopping())).map(Kept::Done)
+            }
+            Stage::NotDone => {
+                self.journal.assign(vec![(entry, None)]).await?;
+                Ok(Kept::Journaled)
+            }
+            Stage::Waiting | Stage::Withdrawn | Stage::UnderWay(_) => Ok(Kept::Journaled),
+        }
+    }
+}
+
+fn stopping() -> LedgerError {
+    LedgerError::Unreachable(stopped())
 }
 
 fn newer_layout(layout: u64) -> StoreError {
@@ -250,7 +405,7 @@ impl Ledger for RedisLedger {
                 None => self.call(&slot, Call::check(charge), None, budget).await,
             }
         };
-        timeout(budget, deciding).await.unwrap_or_else(|_| Err(timed_out(budget)))
+        timeout(budget, deciding).await.unwrap_or_else(|_| Err(self.timed_out(&slot, budget)))
     }
 
     async fn enforce(&self, charge: &Charge, wish: HoldRequest) -> Result<Enforced, LedgerError> {
@@ -280,18 +435,32 @@ impl Ledger for RedisLedger {
         Ok(Enforced { reading, reserved })
     }
 
-    async fn record(&self, pool: PoolRevision, consumption: &Consumption) -> Result<Recorded, LedgerError> {
-        let slot = self.slot(pool)?;
-        self.call(&slot, Call::record(pool, consumption), None, self.record_timeout()).await
+    async fn record(
+        &self,
+        pool: PoolRevision,
+        consumption: &Consumption,
+    ) -> Result<Kept<Recorded>, LedgerError> {
+        let slot = self.pools.slot(pool);
+        if slot.is_removed() {
+            return Err(LedgerError::PoolRemoved);
+        }
+        let call = Call::record(pool, consumption);
+        self.deferrable(slot, call, || Deferred::Record(Arc::new(consumption.clone()))).await
     }
 
-    async fn release(&self, id: ReservationId, api_key: Option<&ApiKeyId>) -> Result<bool, LedgerError> {
-        let slot = match self.slot(id.pool) {
-            Err(LedgerError::PoolRemoved) => return Ok(false),
-            slot => slot?,
-        };
-        match self.call(&slot, Call::release(id.random, api_key), None, self.record_timeout()).await {
-            Err(LedgerError::PoolRemoved) => Ok(false),
+    async fn release(
+        &self,
+        id: ReservationId,
+        api_key: Option<&ApiKeyId>,
+    ) -> Result<Kept<bool>, LedgerError> {
+        let slot = self.pools.slot(id.pool);
+        if slot.is_removed() {
+            return Ok(Kept::Done(false));
+        }
+        let call = Call::release(id.random, api_key);
+        let deferred = || Deferred::Release { random: id.random, api_key: api_key.cloned() };
+        match self.deferrable(slot, call, deferred).await {
+            Err(LedgerError::PoolRemoved) => Ok(Kept::Done(false)),
             released => released,
         }
     }
@@ -337,7 +506,7 @@ impl Ledger for RedisLedger {
         let slot = self.slot(pool)?;
         let budget = self.look_timeout();
         let part = timeout(budget, self.part(&slot, None, dimensions, connections)).await;
-        let (mut ledger, at) = match part.unwrap_or_else(|_| Err(timed_out(budget)))? {
+        let (mut ledger, at) = match part.unwrap_or_else(|_| Err(late(budget)))? {
             Some((ledger, at, _)) => (ledger, at),
             None => self.whole(&slot).await?,
         };
@@ -383,9 +552,16 @@ impl Ledger for RedisLedger {
         }
     }
 
+    fn compact(&self) {
+        // While nothing is heard, what was heard last is the last that may be lost.
+        if self.health.failing().is_none() {
+            self.pools.all().iter().for_each(|slot| slot.compact());
+        }
+    }
+
     fn condition(&self) -> Condition {
         let (mut open_reservations, mut remembered_ids) = (0, 0);
-        for slot in self.pools.pin().values() {
+        for slot in self.pools.all() {
             let known = slot.known();
             open_reservations += known.open_reservations;
             remembered_ids += known.remembered_ids;
@@ -399,15 +575,26 @@ impl Ledger for RedisLedger {
             ended: self.health.ended(),
             vanished_pools: self.health.vanished_pools(),
             eviction_policy: self.health.evicting(),
+            degraded_for: self.health.degraded_for(),
+            losses: self.health.losses(),
         }
     }
 
-    fn now(&self) -> Result<Timestamp, LedgerError> {
-        let unknown = || self.health.failing().unwrap_or_else(|| broken("its clock is not known yet"));
-        self.health.redis_now().ok_or_else(|| LedgerError::Unreachable(unknown()))
+    fn now(&self) -> Timestamp {
+        self.health.now()
+    }
+
+    fn live_replicas(&self) -> u64 {
+        self.live_replicas.load(Ordering::Relaxed)
+    }
+
+    fn all_counted(&self) -> bool {
+        self.options.journal.is_empty()
     }
 
     async fn close(&self) {
+        self.stop.cancel();
+        let drain = self.drain.lock().take();
         let drained = async {
             // What nobody waits for is worth a wait only where there will be an end of it.
             while self.sender.has_callers() || (self.sender.is_busy() && self.health.failing().is_none()) {
@@ -420,6 +607,10 @@ impl Ledger for RedisLedger {
             );
         }
         self.sender.stop();
+        if let Some(drain) = drain {
+            // It has let go of the journal, or has panicked.
+            let _ = drain.await;
+        }
         self.client.quit().await;
     }
 }

@@ -5,12 +5,17 @@
 
 mod batches;
 mod client;
+mod drain;
 mod health;
 mod keys;
 mod ledger;
+mod pools;
+mod probe;
+mod reach;
 mod reads;
 mod slot;
 mod stored;
+mod ticket;
 mod watch;
 mod wire;
 
@@ -20,7 +25,7 @@ use fred::types::config::Config;
 
 pub use ledger::RedisLedger;
 
-use crate::clock::Clock;
+use crate::{clock::Clock, store::Journal};
 
 const STORE: &str = "Redis";
 const SCHEMES: [&str; 14] = [
@@ -93,6 +98,8 @@ pub struct RedisOptions {
     pub timeout: Duration,
     /// Where an injected time comes from; else Redis' own decides.
     pub clock: Arc<dyn Clock>,
+    /// What is answered while Redis is out of reach waits there.
+    pub journal: Arc<dyn Journal>,
 }
 
 #[cfg(test)]

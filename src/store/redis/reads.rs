@@ -73,7 +73,7 @@ impl Reader {
         slot: &Slot,
         budget: Duration,
     ) -> Result<Option<(Timestamp, Vec<(Bytes, Bytes)>)>, LedgerError> {
-        let link = self.link.clone();
+        let (link, reach) = (self.link.clone(), Arc::clone(&slot.reach));
         let key = slot.hash();
         let all = Command { name: "HGETALL", key: key.clone(), args: vec![key.clone()] };
         let mark = Command { name: "GET", key: key.clone(), args: vec![slot.mark()] };
@@ -81,7 +81,7 @@ impl Reader {
         // A task of its own: it must not be dropped with the caller.
         let reading = tokio::spawn(async move {
             let answers = link.client.pipeline(vec![time, all, mark], budget).await;
-            answers.inspect_err(|failure| link.health.fails(failure)).map_err(failed)
+            answers.inspect_err(|failure| link.health.fails(&reach, failure)).map_err(failed)
         });
         let answers = reading.await.unwrap_or_else(|_| Err(stopped())).map_err(LedgerError::Unreachable)?;
         let mut answers = answers.into_iter();
@@ -166,7 +166,7 @@ impl Link {
         let hashes = groups.iter().map(Group::command);
         match self.client.pipeline([time].into_iter().chain(hashes).collect(), self.timeout).await {
             Ok(answers) => {
-                self.health.answers_reads();
+                groups.iter().for_each(|group| group.slot.reach.answered());
                 let mut answers = answers.into_iter();
                 let said = answers.next().and_then(Result::ok).and_then(instant_of);
                 if let Some(at) = said {
@@ -181,7 +181,7 @@ impl Link {
                 }
             }
             Err(failure) => {
-                self.health.fails(&failure);
+                groups.iter().for_each(|group| self.health.fails(&group.slot.reach, &failure));
                 let error = LedgerError::Unreachable(failed(failure));
                 groups.into_iter().for_each(|group| group.fail(&error));
             }

@@ -10,6 +10,7 @@ use super::{
     client::{Client, Command, Failure, bytes_of},
     health::Health,
     keys::{LAYOUT, LAYOUT_KEY},
+    reach::Reach,
     reads::instant_of,
 };
 
@@ -24,17 +25,21 @@ const FIRST_CONNECTION_TIMEOUT: Duration = Duration::from_millis(500);
 pub(super) fn run(
     client: Client,
     health: Arc<Health>,
+    reach: Arc<Reach>,
     stop: CancellationToken,
+    looked: impl Fn() + Send,
 ) -> impl Future<Output = ()> + Send {
     let connected = client.connected();
-    async move { look_after_each(connected, &client, &health, &stop).await }
+    async move { look_after_each(connected, &client, &health, &reach, &stop, looked).await }
 }
 
 async fn look_after_each<T: Clone>(
     mut connected: broadcast::Receiver<T>,
     client: &Client,
     health: &Health,
+    reach: &Reach,
     stop: &CancellationToken,
+    looked: impl Fn(),
 ) {
     tokio::select! {
         _ = connected.recv() => {}
@@ -43,13 +48,14 @@ async fn look_after_each<T: Clone>(
     }
     loop {
         while let Err(failure) = look(client, health).await {
-            health.fails(&failure);
+            health.fails(reach, &failure);
             tokio::select! {
                 () = sleep(PAUSE) => {}
                 () = stop.cancelled() => return,
             }
         }
-        health.answers_reads();
+        health.writes(reach);
+        looked();
         let next = tokio::select! {
             next = connected.recv() => next,
             () = stop.cancelled() => return,
@@ -70,7 +76,8 @@ async fn look(client: &Client, health: &Health) -> Result<(), Failure> {
     }
     let layout = bytes_of(client.call(command("GET", &[LAYOUT_KEY]), TIMEOUT).await?);
     let layout = layout.and_then(|layout| std::str::from_utf8(&layout).ok()?.parse().ok());
-    if layout.is_none_or(|layout: u32| layout < LAYOUT) {
+    // Written each time: whether it can be is to be found out.
+    if layout.is_none_or(|layout: u32| layout <= LAYOUT) {
         client.call(command("SET", &[LAYOUT_KEY, &LAYOUT.to_string()]), TIMEOUT).await?;
     }
     health.met_layout(layout.unwrap_or(LAYOUT));

@@ -6,43 +6,84 @@ use rmp::encode;
 use serde::{Deserialize, Serialize, de::IgnoredAny};
 use serde_bytes::ByteArray;
 
-use crate::core::{
-    account::{Head, Observation, Share},
-    admission::{Counter, Reading},
-    burn_rate::{BurnRate, Sample, Sampler},
-    charge::Charge,
-    ids::{ApiKeyId, CallId, ConnectionId, Fingerprint, Model, PoolRevision, ReservationId},
-    ledger::{Consumption, Contradiction, DimensionPart, HoldRequest, KeyPart, Settlement},
-    plan::DimensionKey,
-    pool::ModelCapKey,
-    units::{Timestamp, Unit},
-    window::{SlidingCounter, Window},
+use crate::{
+    core::{
+        account::{Head, Observation, Share},
+        admission::{Counter, Reading},
+        burn_rate::{BurnRate, Sample, Sampler},
+        charge::Charge,
+        ids::{ApiKeyId, CallId, ConnectionId, Fingerprint, Model, PoolRevision, ReservationId},
+        ledger::{Consumption, Contradiction, DimensionPart, HoldRequest, KeyPart, Settlement},
+        plan::DimensionKey,
+        pool::ModelCapKey,
+        units::{Timestamp, Unit},
+        window::{SlidingCounter, Window},
+    },
+    store::{BatchName, Deferred},
 };
 
 type Random = ByteArray<12>;
 
 /// A call of the script: its name, and what it is given, in the order in which `lua/calls.lua` takes it.
-#[derive(Debug)]
-pub(super) struct Call(Vec<u8>);
+#[derive(Clone, Debug)]
+pub(super) struct Call {
+    bytes: Vec<u8>,
+    kind: Kind,
+}
+
+/// What is done with a call that a fail-over may have lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// A cost that is recorded when it comes: it is sent again with the time at which it came.
+    Record,
+    /// Sent again as it is.
+    Dated,
+    /// Not sent again: what it held is lost.
+    Hold,
+    /// Not sent again: nothing is lost.
+    Look,
+}
 
 impl Call {
     fn new(name: &str, arguments: u32) -> Self {
         let mut bytes = Vec::with_capacity(256);
         // Writing to memory does not fail.
         let _ = encode::write_array_len(&mut bytes, 1 + arguments);
-        Self(bytes).with(&name)
+        Self { bytes, kind: Kind::Look }.with(&name)
+    }
+
+    fn of_kind(self, kind: Kind) -> Self {
+        Self { kind, ..self }
+    }
+
+    /// It makes a hold, or may.
+    pub(super) fn holds(&self) -> bool {
+        self.kind == Kind::Hold
+    }
+
+    /// What is sent to a store that has lost the effect which this had at `at`; `None`: nothing.
+    pub(super) fn again(mut self, at: Timestamp) -> Option<Self> {
+        match self.kind {
+            Kind::Record => {
+                // Its last argument is the time at which it was recorded, which is not told where it is now.
+                self.bytes.pop();
+                Some(self.with(&at).of_kind(Kind::Dated))
+            }
+            Kind::Dated => Some(self),
+            Kind::Hold | Kind::Look => None,
+        }
     }
 
     fn with(mut self, argument: &impl Serialize) -> Self {
         // Only what has no known length cannot be written.
-        let _ = rmp_serde::encode::write(&mut self.0, argument);
+        let _ = rmp_serde::encode::write(&mut self.bytes, argument);
         self
     }
 
     /// Bytes as a string: the script's reader knows no other kind.
     fn with_bytes(mut self, bytes: Option<&[u8]>) -> Self {
         match bytes {
-            Some(bytes) => write_bytes(&mut self.0, bytes),
+            Some(bytes) => write_bytes(&mut self.bytes, bytes),
             None => return self.with(&()),
         }
         self
@@ -65,6 +106,7 @@ impl Call {
             .with(&wish.request_id)
             .with_bytes(Some(&packed(wish.fingerprint)))
             .with(&not_after)
+            .of_kind(Kind::Hold)
     }
 
     pub(super) fn record(pool: PoolRevision, consumption: &Consumption) -> Self {
@@ -83,10 +125,11 @@ impl Call {
             .with_bytes(Some(&packed(consumption.fingerprint)))
             .with(&consumption.id_life_ms)
             .with(&consumption.recorded_at)
+            .of_kind(if consumption.recorded_at.is_none() { Kind::Record } else { Kind::Dated })
     }
 
     pub(super) fn release(random: [u8; 12], api_key: Option<&ApiKeyId>) -> Self {
-        Self::new("release", 2).with_bytes(Some(&random)).with(&api_key)
+        Self::new("release", 2).with_bytes(Some(&random)).with(&api_key).of_kind(Kind::Dated)
     }
 
     /// Gives back what a call that nobody has heard of may hold, and forgets its request.
@@ -95,6 +138,20 @@ impl Call {
             .with_bytes(Some(&random))
             .with(&())
             .with_bytes(request.as_ref().map(|call| &call.0[..]))
+            .of_kind(Kind::Dated)
+    }
+
+    /// Nothing, so that a batch finds out whether the store has lost something.
+    pub(super) fn nothing() -> Self {
+        Self::new("nothing", 0)
+    }
+
+    /// A call that was kept for `pool`.
+    pub(super) fn deferred(pool: PoolRevision, call: &Deferred) -> Self {
+        match call {
+            Deferred::Record(consumption) => Self::record(pool, consumption),
+            Deferred::Release { random, api_key } => Self::release(*random, api_key.as_ref()),
+        }
     }
 
     /// What a wish's request id is remembered by.
@@ -143,19 +200,20 @@ fn write_bytes(to: &mut Vec<u8>, bytes: &[u8]) {
     to.extend(bytes);
 }
 
-/// `{sender, sequence, calls}`.
+/// `{sender, sequence, calls, previous}`: the sender's batch `previous` must have been applied before.
 pub(super) fn batch<'a>(
-    sender: &[u8; 16],
-    sequence: u64,
+    name: BatchName,
+    previous: u64,
     calls: impl ExactSizeIterator<Item = &'a Call>,
 ) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(1_024);
     // Writing to memory does not fail.
-    let _ = encode::write_array_len(&mut bytes, 3);
-    write_bytes(&mut bytes, sender);
-    let _ = encode::write_uint(&mut bytes, sequence);
+    let _ = encode::write_array_len(&mut bytes, 4);
+    write_bytes(&mut bytes, &name.sender);
+    let _ = encode::write_uint(&mut bytes, name.sequence);
     let _ = encode::write_array_len(&mut bytes, calls.len() as u32);
-    calls.for_each(|call| bytes.extend(&call.0));
+    calls.for_each(|call| bytes.extend(&call.bytes));
+    let _ = encode::write_uint(&mut bytes, previous);
     bytes
 }
 

@@ -36,7 +36,7 @@ use crate::{
         plan::DimensionKey,
         units::Timestamp,
     },
-    store::{Condition, Ledger, LedgerError, ReservationPlace, StoreError},
+    store::{Condition, Kept, Ledger, LedgerError, ReservationPlace, StoreError},
 };
 
 /// Most open reservations of the process.
@@ -375,19 +375,27 @@ impl Ledger for SqliteLedger {
         .await
     }
 
-    async fn record(&self, pool: PoolRevision, consumption: &Consumption) -> Result<Recorded, LedgerError> {
+    async fn record(
+        &self,
+        pool: PoolRevision,
+        consumption: &Consumption,
+    ) -> Result<Kept<Recorded>, LedgerError> {
         self.check_room("calls that wait for the disk", &self.shared.waiting, WAITING_MAX)?;
         self.check_room("remembered ids", &self.shared.size.remembered_ids, IDS_MAX)?;
-        self.write(pool, |ledger, now| ledger.record(consumption, now), |_| true).await
+        self.write(pool, |ledger, now| ledger.record(consumption, now), |_| true).await.map(Kept::Done)
     }
 
-    async fn release(&self, id: ReservationId, api_key: Option<&ApiKeyId>) -> Result<bool, LedgerError> {
+    async fn release(
+        &self,
+        id: ReservationId,
+        api_key: Option<&ApiKeyId>,
+    ) -> Result<Kept<bool>, LedgerError> {
         if !self.shared.pools.pin().contains_key(&id.pool) {
-            return Ok(false);
+            return Ok(Kept::Done(false));
         }
         match self.write(id.pool, |ledger, now| ledger.release(id, api_key, now), |_| true).await {
-            Err(LedgerError::PoolRemoved) => Ok(false),
-            released => released,
+            Err(LedgerError::PoolRemoved) => Ok(Kept::Done(false)),
+            released => released.map(Kept::Done),
         }
     }
 
@@ -494,8 +502,8 @@ impl Ledger for SqliteLedger {
         }
     }
 
-    fn now(&self) -> Result<Timestamp, LedgerError> {
-        Ok(self.shared.now())
+    fn now(&self) -> Timestamp {
+        self.shared.now()
     }
 
     async fn close(&self) {

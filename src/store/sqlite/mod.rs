@@ -4,6 +4,7 @@
 //! disk keeps its word, a power cut.
 
 mod directory;
+mod journal;
 mod ledger;
 mod load;
 mod log;
@@ -28,6 +29,7 @@ use sqlx::{
 use tokio::sync::watch;
 
 pub use directory::SqliteDirectory;
+pub use journal::SqliteJournal;
 pub use ledger::{Commit, SqliteLedger};
 pub use omniroute::{ForeignError, is_database, read_omniroute};
 

@@ -10,7 +10,7 @@ use super::{
     pb::{self, quota_share_server::QuotaShare},
     status::{invalid, of_admin, of_ledger, of_record},
 };
-use crate::service::Service;
+use crate::{service::Service, store::Kept};
 
 #[derive(Debug)]
 pub(super) struct Api(pub(super) Service);
@@ -37,7 +37,7 @@ impl QuotaShare for Api {
         Ok(Response::new(pb::RecordConsumptionResponse {
             duplicate: outcome.duplicate,
             reservation_expired: outcome.reservation_expired,
-            journaled: false,
+            journaled: outcome.journaled,
             pool_id: outcome.pool.map(|pool| pool.to_string()).unwrap_or_default(),
         }))
     }
@@ -48,7 +48,10 @@ impl QuotaShare for Api {
     ) -> Result<Response<pb::ReleaseReservationResponse>, Status> {
         let (reservation_id, api_key) = convert::release(request.into_inner()).map_err(invalid)?;
         let released = self.0.release(&reservation_id, api_key.as_ref()).await.map_err(of_ledger)?;
-        Ok(Response::new(pb::ReleaseReservationResponse { released, journaled: false }))
+        Ok(Response::new(match released {
+            Kept::Done(released) => pb::ReleaseReservationResponse { released, journaled: false },
+            Kept::Journaled => pb::ReleaseReservationResponse { released: false, journaled: true },
+        }))
     }
 
     async fn report_signals(

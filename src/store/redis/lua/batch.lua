@@ -2,9 +2,11 @@
 --
 -- KEYS   seven for each pool, see ledger.lua
 -- ARGV   1  the instant in ms that decides; "": Redis' own clock
---        then for each pool {sender, sequence, calls}
+--        then for each pool {sender, sequence, calls, previous}
 --
--- Returns for each pool {header, answers}, or {false, what failed}: then nothing of it has changed.
+-- Returns for each pool {header, answers}, or {false, what failed}: then nothing of it has changed. The header is
+-- 'removed' where the pool is, and 'behind' where the sender's batch `previous` was never applied here, with the number of
+-- the last one that was.
 
 local SENDER_LIFE_MS = DAY_MS
 local ARGUMENTS_MAX = 12
@@ -145,7 +147,7 @@ function batch.header(repeated, vanished)
 end
 
 function batch.apply(message)
-  local sender, sequence, calls = message[1], message[2], message[3]
+  local sender, sequence, calls, previous = message[1], message[2], message[3], message[4]
   -- The keys that most calls are about come along.
   local fields = { '', BATCH .. sender }
   for index, of in ipairs(calls) do
@@ -156,13 +158,15 @@ function batch.apply(message)
   local stored = redis.call('HMGET', pool.keys[1], unpack(fields))
   local mark = not stored[1] and redis.call('GET', pool.keys[7])
   if mark == 'removed' then return { pack('removed') } end
+  local last = stored[2] and unpack_message(stored[2])
+  local done = last and last[1] or 0
+  if done < previous then return { pack('behind'), pack(done) } end
   -- Without a state nothing is known of what it was the state of.
   if not stored[1] then redis.call('UNLINK', unpack(pool.keys, 2, 6)) end
   batch.load(stored[1])
-  local last = stored[2] and unpack_message(stored[2])
-  if last and last[1] >= sequence then
-    if last[1] > sequence then error('a batch older than the last one was sent') end
-    return { batch.header(true, false), unpack(last[3]) }
+  if done >= sequence then
+    -- Of one that others have followed no answers are kept.
+    return { batch.header(true, false), unpack(done == sequence and last[3] or {}) }
   end
   for index = 3, #fields do ledger.cache_key(fields[index], stored[index]) end
   if pool.now - pool.clock > CLOCK_STEP_MS then

@@ -51,6 +51,8 @@ end
 
 local call = {}
 
+function call.nothing() return { Ok = null } end
+
 function call.check(charge)
   local counters, releases = ledger.read(charge)
   return { Ok = ledger.reading_of(counters, releases) }
