@@ -10,7 +10,7 @@ use crate::{
         ids::{ApiKeyId, PoolRevision},
         local_share::LocalShare,
         pool::FailureMode,
-        units::{Amount, Timestamp},
+        units::Amount,
     },
     store::Ledger,
 };
@@ -57,7 +57,8 @@ impl LocalShares {
         }
         let pools = self.0.pin();
         let Some(share) = pools.get(&charge.pool) else { return Local::Unknown };
-        let (mut share, now, replicas) = (share.lock(), ledger.now(), ledger.live_replicas());
+        let Ok(now) = ledger.now() else { return Local::Unknown };
+        let (mut share, replicas) = (share.lock(), ledger.live_replicas());
         let admits = match effects {
             Effects::Wanted => share.admit(charge, now, replicas),
             Effects::None => share.admits(charge, now, replicas),
@@ -75,10 +76,10 @@ impl LocalShares {
         pool: PoolRevision,
         api_key: &ApiKeyId,
         counts: &[(CounterKey, Amount)],
-        at: Timestamp,
+        ledger: &dyn Ledger,
     ) {
-        if let Some(share) = self.0.pin().get(&pool) {
-            share.lock().recorded(api_key, counts, at);
+        if let (Some(share), Ok(now)) = (self.0.pin().get(&pool), ledger.now()) {
+            share.lock().recorded(api_key, counts, now);
         }
     }
 

@@ -151,7 +151,7 @@ impl Service {
         let life = entry.history.created_revision;
         let pool = Some(entry.pool.id.clone());
         let Kept::Done(recorded) = ledger.record(life, &consumption).await? else {
-            self.0.local_shares.recorded(life, &call.api_key, &consumption.counts, ledger.now());
+            self.0.local_shares.recorded(life, &call.api_key, &consumption.counts, &**ledger);
             return Ok(RecordOutcome { journaled: true, pool, ..RecordOutcome::default() });
         };
         if figures + unreadable > 0 {

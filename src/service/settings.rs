@@ -7,7 +7,7 @@ use crate::{
         ids::InvalidField,
         settings::{Secret, Settings, SettingsUpdate, StoreDriver, StoredSettings},
     },
-    store::redis::RedisUrl,
+    store::{Losses, redis::RedisUrl},
 };
 
 /// Most pools that one report names.
@@ -82,10 +82,24 @@ impl Service {
         if let Some(error) = condition.failing {
             warnings.push(match store_driver {
                 StoreDriver::Sqlite => format!("records and changes are refused, decisions go on: {error}"),
-                StoreDriver::Redis => {
-                    format!("records are refused, decisions follow the failure mode of each pool: {error}")
-                }
+                StoreDriver::Redis => format!(
+                    "records go to the journal, decisions follow the failure mode of each pool: {error}"
+                ),
             });
+        }
+        let journal = self.journal();
+        if journal.entries > 0 {
+            let entries = journal.entries;
+            warnings
+                .push(format!("{entries} records and releases wait in the journal for the shared counters"));
+        }
+        let losses = condition.losses;
+        if losses != Losses::default() {
+            let Losses { resent_batches, missing_batches, reservations } = losses;
+            warnings.push(format!(
+                "Redis has lost what it had acknowledged, since the start: {resent_batches} batches were sent again, \
+                 {missing_batches} were too old for that, {reservations} reservations are gone"
+            ));
         }
         if condition.clock_steps > 0 {
             let steps = condition.clock_steps;

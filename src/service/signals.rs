@@ -82,7 +82,7 @@ impl Service {
 
     async fn report_once(&self, call: &SignalsCall) -> Result<SignalsOutcome, AdminError> {
         let ledger = self.ledger();
-        let now = ledger.now();
+        let now = ledger.now()?;
         let mut outcome = SignalsOutcome::default();
         let mut seen = reported(&call.utilizations, now)?;
         let read = call.headers.read(now);
@@ -119,10 +119,11 @@ impl Service {
         entry: &PoolEntry,
         headers: &ResponseHeaders,
     ) -> (Vec<Observation>, usize) {
-        if headers.headers.is_empty() {
-            return (Vec::new(), 0);
-        }
-        let now = ledger.now();
+        // What was true at an instant that cannot be told means nothing.
+        let now = match ledger.now() {
+            Ok(now) if !headers.headers.is_empty() => now,
+            _ => return (Vec::new(), headers.headers.len()),
+        };
         let source = Source { believed: false, age_known: headers.age_ms.is_some() };
         let HeaderReading { signals, ignored } = headers.read(now);
         let seen = signals.into_iter().map(|signal| headers.seen(&signal, now));

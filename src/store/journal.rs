@@ -232,7 +232,7 @@ async fn bring_some(journal: &dyn Journal, ledger: &dyn Ledger) -> Result<usize,
             Err(error) => return Err(error),
         };
         journal.remove(vec![entry.id]).await?;
-        journal.counts().drained(drained, &entry.call, ledger.now());
+        journal.counts().drained(drained, &entry.call, ledger.now()?);
     }
     Ok(entries.len())
 }

@@ -123,8 +123,8 @@ pub trait Ledger: fmt::Debug + Send + Sync + 'static {
     /// How the store is.
     fn condition(&self) -> Condition;
 
-    /// The present instant by the clock that decides, as far as it is known.
-    fn now(&self) -> Timestamp;
+    /// The present instant by the clock that decides, if it has been heard of.
+    fn now(&self) -> Result<Timestamp, LedgerError>;
 
     /// How many replicas there are, this one included, as far as is known.
     fn live_replicas(&self) -> u64 {

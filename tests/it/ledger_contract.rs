@@ -278,7 +278,8 @@ async fn what_is_told_late_counts_in_the_bucket_of_its_time(driver: Driver) {
     // recorded at minute | of which key | what it counts for at 02:15
     for (minute, key, counts) in [(119, "a", 6.0), (60, "b", 6.0), (59, "a", 0.0), (134, "b", 8.0)] {
         let before = pool.total(hourly()).await.0;
-        pool.record_at(&Call::new(key, tokens(8)), minute * MINUTE_MS, "").await;
+        let told = pool.record_at(&Call::new(key, tokens(8)), minute * MINUTE_MS, "").await;
+        assert_eq!(told, Ok(COUNTED), "recorded at minute {minute}");
         assert_eq!(pool.total(hourly()).await.0 - before, counts, "recorded at minute {minute}");
     }
     assert_eq!(pool.of_key("a", hourly()).await, (7.0, 0.0));

@@ -230,9 +230,11 @@ impl Team {
                 shown(rig.ledger.enforce(&charge, wish, now).map_err(LedgerError::from))
             }
             Asked::Record(consumption) => {
-                shown(rig.ledger.record(&consumption, now).map_err(LedgerError::from))
+                shown(rig.ledger.record(&consumption, now).map(Kept::Done).map_err(LedgerError::from))
             }
-            Asked::Release(id) => shown(rig.ledger.release(id, None, now).map_err(LedgerError::from)),
+            Asked::Release(id) => {
+                shown(rig.ledger.release(id, None, now).map(Kept::Done).map_err(LedgerError::from))
+            }
             Asked::Report(seen) => shown(Ok(rig.report(&seen))),
         }
     }

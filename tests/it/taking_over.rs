@@ -152,8 +152,8 @@ impl Ledger for HeldLedger {
         Condition::default()
     }
 
-    fn now(&self) -> Timestamp {
-        T0
+    fn now(&self) -> Result<Timestamp, LedgerError> {
+        Ok(T0)
     }
 
     async fn close(&self) {

@@ -193,6 +193,9 @@ impl RedisLedger {
     ) -> Result<Kept<T>, LedgerError> {
         let budget = self.record_timeout();
         let _waiting = self.sender.caller();
+        if let Some(layout) = self.health.newer_layout() {
+            return Err(LedgerError::Unreachable(newer_layout(layout)));
+        }
         if self.why_out_of_reach(&slot).is_some() {
             return self.deferral(slot, deferred()).keep(None).await.map(|_| Kept::Journaled);
         }
@@ -580,8 +583,9 @@ impl Ledger for RedisLedger {
         }
     }
 
-    fn now(&self) -> Timestamp {
-        self.health.now()
+    fn now(&self) -> Result<Timestamp, LedgerError> {
+        let unknown = || self.health.failing().unwrap_or_else(|| broken("its clock is not known yet"));
+        self.health.redis_now().ok_or_else(|| LedgerError::Unreachable(unknown()))
     }
 
     fn live_replicas(&self) -> u64 {

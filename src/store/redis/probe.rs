@@ -35,6 +35,8 @@ const BEAT_INTERVAL: Duration = Duration::from_secs(1);
 const BEAT_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long it is there after it has said so, by Redis' clock.
 const ALIVE_MS: u64 = 5_000;
+/// How long it is kept who was there last.
+const REPLICAS_LIFE_MS: &str = "60000";
 
 /// Probes what is out of reach, until `stop`.
 pub(super) async fn probe(
@@ -87,14 +89,16 @@ pub(super) async fn beat(
     stop: CancellationToken,
 ) {
     loop {
+        let mut pause = PROBE_INTERVAL;
         if health.knows_layout()
             && !reach.is_degraded()
             && let Ok(count) = beat_once(&client, &health, sender).await
         {
             live.store(count.max(1), Ordering::Relaxed);
+            pause = BEAT_INTERVAL;
         }
         tokio::select! {
-            () = sleep(BEAT_INTERVAL) => {}
+            () = sleep(pause) => {}
             () = stop.cancelled() => break,
         }
     }
@@ -108,6 +112,7 @@ async fn beat_once(client: &Client, health: &Health, sender: [u8; 16]) -> Result
     let commands = vec![
         replicas("ZADD", &[now.as_bytes(), &sender]),
         replicas("ZREMRANGEBYSCORE", &[b"-inf", oldest.as_bytes()]),
+        replicas("PEXPIRE", &[REPLICAS_LIFE_MS.as_bytes()]),
         replicas("ZCARD", &[]),
     ];
     let mut answers = client.pipeline(commands, BEAT_TIMEOUT).await?.into_iter();

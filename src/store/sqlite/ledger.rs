@@ -502,8 +502,8 @@ impl Ledger for SqliteLedger {
         }
     }
 
-    fn now(&self) -> Timestamp {
-        self.shared.now()
+    fn now(&self) -> Result<Timestamp, LedgerError> {
+        Ok(self.shared.now())
     }
 
     async fn close(&self) {

@@ -202,6 +202,19 @@ impl Client {
         }
     }
 
+    /// Waits until everything that was kept has reached the counters.
+    pub(crate) async fn until_the_journal_is_empty(&self) {
+        let asked = Instant::now();
+        loop {
+            let status = self.status().await;
+            if !status.warnings.iter().any(|warning| warning.contains("journal")) {
+                return;
+            }
+            assert!(asked.elapsed() < PATIENCE, "the journal keeps something: {status:?}");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+
     /// What each key has used in a dimension, by name, and what was used outside.
     pub(crate) async fn parts(&self, pool: &str, dimension: &str) -> (Vec<(String, f64)>, f64) {
         let usage = self.usage(pool).await;

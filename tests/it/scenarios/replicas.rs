@@ -216,10 +216,10 @@ async fn what_a_provider_says_is_not_read_by_a_clock_that_does_not_decide() {
     let redis_url = url.replace(&redis.to_string(), &proxy.address().to_string());
     server.update_settings(pb::Settings { redis_url, ..Default::default() }, &[]).await;
 
-    // Nothing was heard from there yet. A record would wait for it, but its headers mean nothing until then.
+    // Nothing was heard from there yet: a cost is kept, and headers mean nothing until then.
     let record = || spent("A", "c2", tokens(1)).with_headers(codex(300, 60.0, 14_400), 0);
-    let refused = refusal(server.quota().record_consumption(record()).await);
-    assert_eq!(refused.reason, "STORE_UNAVAILABLE");
+    let kept = record().with_headers(codex(300, 90.0, 14_400), 0);
+    assert!(told(server.quota().record_consumption(kept).await).journaled);
     let report = pb::ReportSignalsRequest {
         connection_id: "c2".to_owned(),
         utilizations: vec![said(SHORT, 50.0)],
