@@ -27,7 +27,7 @@ use crate::{
     config::Otlp,
     core::ledger::Ended,
     service::{DecisionCount, Service, UsedFraction},
-    store::{Condition, sqlite::Commit},
+    store::{Condition, JournalCondition, sqlite::Commit},
 };
 
 /// The target of the spans of calls, which are made only for an exporter of traces.
@@ -229,6 +229,7 @@ impl Metrics {
     pub fn observe(&self, service: &Service) {
         self.observe_decisions(service);
         self.observe_store(service);
+        self.observe_outages(service);
         let used_fractions = Arc::clone(&self.used_fractions);
         self.meter
             .f64_observable_gauge("quota_share.used_fraction")
@@ -332,6 +333,80 @@ impl Metrics {
             .u64_observable_counter("quota_share.clock_steps")
             .with_description("Times that the clock went back by more than an hour")
             .with_callback(move |counter| counter.observe(service.condition().clock_steps, &[]))
+            .build();
+    }
+
+    fn observe_outages(&self, service: &Service) {
+        type Read<T> = fn(&Service) -> T;
+        let gauges: [(&'static str, &'static str, Read<u64>); 3] = [
+            ("quota_share.store.degraded", "1 while Redis is out of reach", |service| {
+                u64::from(service.is_degraded())
+            }),
+            ("quota_share.journal.entries", "Records and releases that wait in the journal", |service| {
+                service.journal().entries
+            }),
+            ("quota_share.replicas", "Replicas that share the counters, as far as is known", |service| {
+                service.live_replicas()
+            }),
+        ];
+        for (name, description, read) in gauges {
+            let service = service.clone();
+            let gauge = self.meter.u64_observable_gauge(name).with_description(description);
+            gauge.with_callback(move |gauge| gauge.observe(read(&service), &[])).build();
+        }
+        let counters: [(&'static str, &'static str, Read<u64>); 5] = [
+            ("quota_share.journal.kept", "Records and releases that the journal has taken", |service| {
+                service.journal().kept
+            }),
+            (
+                "quota_share.journal.unprotected",
+                "Records of the journal that were counted after the life of their ids",
+                |service| service.journal().unprotected,
+            ),
+            (
+                "quota_share.failover.resent_batches",
+                "Batches that a fail-over lost and that were sent again",
+                |service| service.condition().losses.resent_batches,
+            ),
+            ("quota_share.failover.missing_batches", "Batches that a fail-over lost for good", |service| {
+                service.condition().losses.missing_batches
+            }),
+            ("quota_share.failover.lost_reservations", "Reservations that a fail-over lost", |service| {
+                service.condition().losses.reservations
+            }),
+        ];
+        for (name, description, read) in counters {
+            let service = service.clone();
+            let counter = self.meter.u64_observable_counter(name).with_description(description);
+            counter.with_callback(move |counter| counter.observe(read(&service), &[])).build();
+        }
+        let drained = service.clone();
+        self.meter
+            .u64_observable_counter("quota_share.journal.drained")
+            .with_description(
+                "Records and releases of the journal that have reached the counters, by outcome",
+            )
+            .with_callback(move |counter| {
+                let JournalCondition { counted, duplicates, refused, removed, .. } = drained.journal();
+                let outcomes = [
+                    ("counted", counted),
+                    ("duplicate", duplicates),
+                    ("refused", refused),
+                    ("pool_removed", removed),
+                ];
+                for (outcome, count) in outcomes {
+                    counter.observe(count, &[KeyValue::new("outcome", outcome)]);
+                }
+            })
+            .build();
+        let degraded = service.clone();
+        self.meter
+            .f64_observable_counter("quota_share.store.degraded_time")
+            .with_unit("s")
+            .with_description("Time for which Redis has been out of reach since the start")
+            .with_callback(move |counter| {
+                counter.observe(degraded.condition().degraded_for.as_secs_f64(), &[]);
+            })
             .build();
     }
 

@@ -9,6 +9,7 @@ use crate::{
         charge::Bounds,
         ids::{ConnectionId, PoolId, PoolRevision},
         plan::DimensionKey,
+        settings::StoreDriver,
         units::Timestamp,
     },
     store::{Condition, JournalCondition, LedgerError},
@@ -222,6 +223,17 @@ impl Service {
     /// How the store is.
     pub fn condition(&self) -> Condition {
         self.ledger_now().condition()
+    }
+
+    /// Shared counters are out of reach: decisions follow the failure mode of each pool.
+    pub fn is_degraded(&self) -> bool {
+        let in_use = self.ledger_now();
+        in_use.place.driver() == StoreDriver::Redis && in_use.condition().failing.is_some()
+    }
+
+    /// How many replicas share the counters, as far as is known.
+    pub fn live_replicas(&self) -> u64 {
+        self.ledger_now().live_replicas()
     }
 
     /// How much waits in the journal, and what has become of what did.

@@ -192,6 +192,10 @@ impl Service {
         let stored =
             self.0.store.commit(directory.revision(), applied.next.revision(), &applied.writes).await;
         if let Err(error) = stored {
+            tracing::warn!(
+                error = &error as &dyn std::error::Error,
+                "a change of the configuration was refused"
+            );
             if let Some(prepared) = prepared {
                 prepared.withdraw().await;
             }

@@ -41,6 +41,8 @@ pub struct Status {
     pub store_driver: StoreDriver,
     /// Shared counters are out of reach: decisions follow the failure mode of each pool.
     pub degraded: bool,
+    /// Records and releases that wait in the journal for the shared counters.
+    pub journal_length: u64,
     /// Things that an operator should look at.
     pub warnings: Vec<String>,
 }
@@ -78,7 +80,7 @@ impl Service {
         let condition = self.condition();
         let mut warnings: Vec<String> = self.fallback().into_iter().collect();
         let store_driver = self.driver();
-        let degraded = store_driver == StoreDriver::Redis && condition.failing.is_some();
+        let degraded = self.is_degraded();
         if let Some(error) = condition.failing {
             warnings.push(match store_driver {
                 StoreDriver::Sqlite => format!("records and changes are refused, decisions go on: {error}"),
@@ -86,12 +88,6 @@ impl Service {
                     "records go to the journal, decisions follow the failure mode of each pool: {error}"
                 ),
             });
-        }
-        let journal = self.journal();
-        if journal.entries > 0 {
-            let entries = journal.entries;
-            warnings
-                .push(format!("{entries} records and releases wait in the journal for the shared counters"));
         }
         let losses = condition.losses;
         if losses != Losses::default() {
@@ -141,6 +137,7 @@ impl Service {
             uptime_ms: self.0.clock.now().ms_since(self.0.started_at),
             store_driver,
             degraded,
+            journal_length: self.journal().entries,
             warnings,
         }
     }

@@ -3,12 +3,13 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::{
-        Arc, Mutex,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
 };
 
 use async_trait::async_trait;
+use parking_lot::Mutex;
 use quota_share::{
     core::ids::PoolRevision,
     store::{BatchName, Deferred, Entry, EntryId, Journal, JournalCounts, StoreError},
@@ -32,7 +33,7 @@ impl MemoryJournal {
 
     /// All that it has, in order.
     pub(crate) fn all(&self) -> Vec<Entry> {
-        self.entries.lock().unwrap().values().cloned().collect()
+        self.entries.lock().values().cloned().collect()
     }
 
     fn write<T>(&self, change: impl FnOnce(&mut BTreeMap<EntryId, Entry>) -> T) -> Result<T, StoreError> {
@@ -40,7 +41,7 @@ impl MemoryJournal {
             let source = Arc::new(std::io::Error::from(std::io::ErrorKind::StorageFull));
             return Err(StoreError::Unavailable { store: "the journal", doing: "writing", source });
         }
-        Ok(change(&mut self.entries.lock().unwrap()))
+        Ok(change(&mut self.entries.lock()))
     }
 }
 
@@ -93,7 +94,7 @@ impl Journal for MemoryJournal {
     }
 
     fn len(&self) -> u64 {
-        self.entries.lock().unwrap().len() as u64
+        self.entries.lock().len() as u64
     }
 
     fn counts(&self) -> &JournalCounts {

@@ -9,14 +9,15 @@ use futures::future::join_all;
 use quota_share::{
     clock::{Clock, SystemClock},
     core::units::Timestamp,
-    store::{Kept, Ledger},
+    store::{Kept, Ledger, LedgerError},
 };
 
 use crate::{
     harness::{PATIENCE, Proxy, TestRedis, redis_is_missing},
+    memory_journal::MemoryJournal,
     redis_team::{
-        Asked, COUNTED, HOUR_MS, MINUTE_MS, Team, a, b, begun, everything, failing, hurried, is_unreachable,
-        reached, said, standing, until,
+        Asked, COUNTED, HOUR_MS, MINUTE_MS, Team, a, b, begun, begun_with, everything, failing, hurried,
+        is_unreachable, reached, said, standing, until,
     },
 };
 
@@ -461,6 +462,28 @@ async fn while_redis_is_gone_all_records_are_kept_and_all_decisions_are_unreacha
     redis.restart().await;
     until("the journal is empty", async || ledger.all_counted()).await;
     assert_eq!(team.total().await, (22_000.0, 0.0));
+}
+
+#[tokio::test]
+async fn what_neither_redis_nor_the_journal_can_take_is_refused() {
+    if redis_is_missing() {
+        return;
+    }
+    let mut redis = TestRedis::start().await;
+    let journal = Arc::<MemoryJournal>::default();
+    let ledger = begun_with(&redis.url(), "one", standing(), PATIENCE, Arc::clone(&journal)).await;
+    until("it is reached", async || ledger.condition().failing.is_none()).await;
+    let mut team = Team::usual(&ledger, 1e9);
+    redis.kill();
+    journal.set_full(true);
+    let refused = team.record(&a(1), "", "").await;
+    assert!(matches!(refused, Err(LedgerError::Store(_))), "{refused:?}");
+    assert!(journal.all().is_empty());
+    journal.set_full(false);
+    assert!(matches!(team.record(&a(2), "", "").await, Ok(Kept::Journaled)));
+    redis.restart().await;
+    until("the journal is empty", async || ledger.all_counted()).await;
+    assert_eq!(team.total().await, (2.0, 0.0));
 }
 
 #[tokio::test]

@@ -333,7 +333,16 @@ fn days(days: u32) -> i32 {
 }
 
 pub(super) fn status(status: Status) -> pb::GetStatusResponse {
-    let Status { version, replica_id, config_revision, uptime_ms, store_driver, degraded, warnings } = status;
+    let Status {
+        version,
+        replica_id,
+        config_revision,
+        uptime_ms,
+        store_driver,
+        degraded,
+        journal_length,
+        warnings,
+    } = status;
     let config_revision = wire_revision(config_revision);
     let this = pb::ReplicaStatus {
         replica_id: replica_id.clone(),
@@ -348,7 +357,7 @@ pub(super) fn status(status: Status) -> pb::GetStatusResponse {
         degraded,
         config_revision,
         newest_config_revision: config_revision,
-        journal_length: 0,
+        journal_length: i64::try_from(journal_length).unwrap_or(i64::MAX),
         uptime: Some(duration(uptime_ms)),
         replicas: vec![this],
         warnings,

@@ -166,7 +166,8 @@ pub(super) fn of_admin(error: AdminError) -> Status {
 fn of_store(error: &StoreError) -> Status {
     match error {
         StoreError::Unavailable { store, doing, .. } => {
-            tracing::warn!(error = error as &dyn std::error::Error, "answered UNAVAILABLE");
+            // Whoever writes there says each change once.
+            tracing::debug!(error = error as &dyn std::error::Error, "answered UNAVAILABLE");
             unavailable(format!("{store} failed while {doing}: send the call again"), "STORE_UNAVAILABLE")
         }
         StoreError::Corrupt { store, what, .. } => {

@@ -207,7 +207,7 @@ impl Client {
         let asked = Instant::now();
         loop {
             let status = self.status().await;
-            if !status.warnings.iter().any(|warning| warning.contains("journal")) {
+            if status.journal_length == 0 {
                 return;
             }
             assert!(asked.elapsed() < PATIENCE, "the journal keeps something: {status:?}");
