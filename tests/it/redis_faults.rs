@@ -471,10 +471,12 @@ async fn what_neither_redis_nor_the_journal_can_take_is_refused() {
     }
     let mut redis = TestRedis::start().await;
     let journal = Arc::<MemoryJournal>::default();
-    let ledger = begun_with(&redis.url(), "one", standing(), PATIENCE, Arc::clone(&journal)).await;
+    let budget = Duration::from_millis(500);
+    let ledger = begun_with(&redis.url(), "one", standing(), budget, Arc::clone(&journal)).await;
     until("it is reached", async || ledger.condition().failing.is_none()).await;
     let mut team = Team::usual(&ledger, 1e9);
     redis.kill();
+    assert!(is_unreachable(&team.hold(&a(1), HOUR_MS, "").await));
     journal.set_full(true);
     let refused = team.record(&a(1), "", "").await;
     assert!(matches!(refused, Err(LedgerError::Store(_))), "{refused:?}");

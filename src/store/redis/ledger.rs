@@ -347,10 +347,12 @@ impl Deferral {
             Stage::Done => return answer.await.unwrap_or_else(|_| Err(stopping())).map(Kept::Done),
             Stage::Waiting | Stage::Withdrawn | Stage::NotDone => None,
         };
-        let entry = self.keep(sequence).await?;
-        if sequence.is_none() {
-            return Ok(Kept::Journaled);
-        }
+        let entry = match (self.keep(sequence).await, sequence) {
+            // Whether the batch has its effect is not known.
+            (Err(LedgerError::Store(error)), Some(_)) => return Err(LedgerError::Unreachable(error)),
+            (entry, Some(_)) => entry?,
+            (entry, None) => return entry.map(|_| Kept::Journaled),
+        };
         match ticket.keep(entry) {
             Stage::Done => {
                 self.journal.remove(vec![entry]).await?;
