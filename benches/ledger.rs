@@ -97,6 +97,7 @@ async fn redis() {
         timeout: Duration::from_secs(1),
         clock: Arc::new(SystemClock),
         journal: Arc::new(SqliteJournal::open(&store).await.expect("a new database")),
+        admits: true,
     };
     let ledger = Arc::new(RedisLedger::start(options).await.expect("a URL that can be used"));
     while ledger.condition().failing.is_some() {

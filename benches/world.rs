@@ -107,6 +107,7 @@ fn specs(pool: usize, keys: usize) -> (PlanSpec, PoolSpec) {
         limit: Some(1e15),
     });
     let plan = PlanSpec {
+        unknown: Default::default(),
         connection_id: connection_name(pool),
         provider: String::new(),
         dimensions: dimensions.into(),

@@ -41,7 +41,7 @@ pub struct Running {
     health: Health,
     server: JoinHandle<Result<(), grpc::ServeError>>,
     pages: Option<JoinHandle<io::Result<()>>>,
-    background: [JoinHandle<()>; 2],
+    background: [JoinHandle<()>; 3],
     stop: CancellationToken,
     cut_off: CancellationToken,
     service: Service,
@@ -121,7 +121,8 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
     let sweeper = tokio::spawn(sweep(Arc::clone(&store), service.clone(), Arc::clone(&metrics), clock));
     let store_watcher = tokio::spawn(watch_stores(store.failing(), service.clone(), health.clone()));
     tracing::info!(driver = service.driver().name(), data = %store.path().display(), pools, http = http_address.map_or_else(|| "off".to_owned(), |address| address.to_string()), "listening on {address}");
-    let background = [sweeper, store_watcher];
+    let follower = tokio::spawn(service.clone().follow());
+    let background = [sweeper, store_watcher, follower];
     Ok(Running {
         address,
         http_address,
@@ -167,7 +168,7 @@ async fn open(config: &Config, clock: Arc<dyn Clock>, counts: Counts) -> Result<
         journal: Arc::clone(&journal),
         timeout: config.store_timeout(),
     };
-    let place = match counts {
+    let place = match &counts {
         Counts::Chosen => config.store().choose(directory.settings()).place,
         Counts::Unused => Place::Sqlite,
     };
@@ -185,6 +186,10 @@ async fn open(config: &Config, clock: Arc<dyn Clock>, counts: Counts) -> Result<
         store: config.store(),
     };
     let service = Service::new(directory, directories, counters, clock, start);
+    if matches!(counts, Counts::Chosen) {
+        // What replicas share is met before anybody calls, if it can be.
+        service.follow_once().await;
+    }
     Ok(Opened { store, service, metrics })
 }
 

@@ -50,7 +50,8 @@ impl OpenLedger for Drivers {
             Place::Redis(url) => {
                 let (url, replica_id) = (url.clone(), self.replica_id.clone());
                 let journal = Arc::clone(&self.journal);
-                let options = RedisOptions { url, replica_id, timeout: self.timeout, clock, journal };
+                let timeout = self.timeout;
+                let options = RedisOptions { url, replica_id, timeout, clock, journal, admits: false };
                 Arc::new(RedisLedger::start(options).await?)
             }
         })

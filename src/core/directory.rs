@@ -1,13 +1,17 @@
 //! All pools and plans at one revision, and what becomes of them by one change.
 
 mod import;
+mod shared;
 
 use std::sync::Arc;
 
 use imbl::{HashMap, OrdMap};
 
+pub use self::shared::{Documents, Reconciled};
+
 use super::{
     catalog,
+    document::{DocumentName, Head},
     ids::{ApiKeyId, ConnectionId, InvalidField, PoolId, PoolRevision},
     import::Import,
     plan::{Dimension, DimensionKey, Plan, PlanSpec},
@@ -54,6 +58,8 @@ pub struct PlanEntry {
     pub plan: Plan,
     /// The revision of its last write.
     pub revision: u64,
+    /// When that was.
+    pub written_at: Timestamp,
 }
 
 /// When a pool came to be and when it last changed.
@@ -105,8 +111,48 @@ pub struct Directory {
     by_connection: HashMap<ConnectionId, Arc<PoolEntry>>,
     by_life: OrdMap<PoolRevision, Arc<PoolEntry>>,
     plans: OrdMap<ConnectionId, Arc<PlanEntry>>,
-    settings: Arc<StoredSettings>,
+    settings: Arc<SettingsEntry>,
     allocations: usize,
+    /// What was deleted: at which revision, and when.
+    deleted: OrdMap<DocumentName, (u64, Timestamp)>,
+    origin: Arc<Origin>,
+}
+
+/// Which configuration this is.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Origin {
+    /// As [`Head::lineage`]; `None`: no other replica has ever had it.
+    pub lineage: Option<String>,
+    /// As [`Head::write`].
+    pub write: String,
+}
+
+/// Stored settings and their place in history.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SettingsEntry {
+    /// The settings.
+    pub settings: StoredSettings,
+    /// The revision of the last write of what replicas share of them; 0: there was none.
+    pub revision: u64,
+    /// When that was.
+    pub written_at: Timestamp,
+}
+
+/// What a store kept of a directory.
+#[derive(Debug, Default)]
+pub struct Stored {
+    /// How many writes have been made.
+    pub revision: u64,
+    /// Settings.
+    pub settings: SettingsEntry,
+    /// Plans.
+    pub plans: Vec<PlanEntry>,
+    /// Pools.
+    pub pools: Vec<(Pool, PoolHistory)>,
+    /// What was deleted.
+    pub deleted: Vec<(DocumentName, u64, Timestamp)>,
+    /// Which configuration it is.
+    pub origin: Origin,
 }
 
 /// One write of an administrator. A `revision` of 0 is not checked.
@@ -172,14 +218,14 @@ pub enum Change {
 pub enum Write {
     /// A pool's new document.
     PutPool(Arc<PoolEntry>),
-    /// A pool that is gone.
+    /// A pool that is gone, and the life that has ended.
     DeletePool(PoolId, PoolRevision),
     /// A plan's new document.
     PutPlan(Arc<PlanEntry>),
     /// A stored plan that is gone.
     DeletePlan(ConnectionId),
     /// The settings' new document.
-    PutSettings(Arc<StoredSettings>),
+    PutSettings(Arc<SettingsEntry>),
 }
 
 /// The directory after a change, and the documents that differ.
@@ -236,13 +282,11 @@ impl Directory {
     ///
     /// # Errors
     /// Names the mistakes of a document that this version cannot take.
-    pub fn restore(
-        revision: u64,
-        settings: StoredSettings,
-        plans: Vec<PlanEntry>,
-        pools: Vec<(Pool, PoolHistory)>,
-    ) -> Result<Directory, ChangeRefused> {
-        let mut directory = Directory { revision, settings: Arc::new(settings), ..Directory::default() };
+    pub fn restore(stored: Stored) -> Result<Directory, ChangeRefused> {
+        let Stored { revision, settings, plans, pools, deleted, origin } = stored;
+        let (settings, origin) = (Arc::new(settings), Arc::new(origin));
+        let deleted = deleted.into_iter().map(|(name, revision, at)| (name, (revision, at))).collect();
+        let mut directory = Directory { revision, settings, deleted, origin, ..Directory::default() };
         for entry in plans {
             directory.plans.insert(entry.plan.connection.clone(), Arc::new(entry));
         }
@@ -260,7 +304,54 @@ impl Directory {
 
     /// The settings that are stored.
     pub fn settings(&self) -> &StoredSettings {
+        &self.settings.settings
+    }
+
+    /// It has nothing that other replicas could miss.
+    pub fn is_bare(&self) -> bool {
+        self.pools.is_empty() && self.plans.is_empty() && self.settings.revision == 0
+    }
+
+    /// The same with settings that belong to this replica alone.
+    #[must_use]
+    pub fn with_own_settings(&self, settings: StoredSettings) -> Directory {
+        let settings = SettingsEntry { settings, ..(*self.settings).clone() };
+        Directory { settings: Arc::new(settings), ..self.clone() }
+    }
+
+    /// How far it has come, if other replicas have it as well.
+    pub fn head(&self) -> Option<Head> {
+        let Origin { lineage, write } = &*self.origin;
+        Some(Head { lineage: lineage.clone()?, revision: self.revision, write: write.clone() })
+    }
+
+    /// Which configuration this is.
+    pub fn origin(&self) -> &Origin {
+        &self.origin
+    }
+
+    /// The settings that are stored, and when.
+    pub fn settings_entry(&self) -> &SettingsEntry {
         &self.settings
+    }
+
+    /// What was deleted: at which revision, and when.
+    pub fn deleted(&self) -> impl Iterator<Item = (&DocumentName, u64, Timestamp)> {
+        self.deleted.iter().map(|(name, (revision, at))| (name, *revision, *at))
+    }
+
+    /// The same after a write that is named `write`.
+    #[must_use]
+    pub fn written(mut self, write: String) -> Directory {
+        self.origin = Arc::new(Origin { write, ..(*self.origin).clone() });
+        self
+    }
+
+    /// The same as it is shared under this name.
+    #[must_use]
+    pub fn of_lineage(mut self, lineage: String) -> Directory {
+        self.origin = Arc::new(Origin { lineage: Some(lineage), ..(*self.origin).clone() });
+        self
     }
 
     /// How many pools there are.
@@ -326,16 +417,16 @@ impl Directory {
             }
             Change::CreatePool(spec) => Some(next.create_pool("pool", &spec, at)?),
             Change::UpdatePool { spec, revision } => Some(next.update_pool(&spec, revision, at)?),
-            Change::DeletePool { pool, revision } => next.delete_pool(&pool, revision)?,
+            Change::DeletePool { pool, revision } => next.delete_pool(&pool, revision, at)?,
             Change::PutAllocation { pool, allocation, revision } => {
                 Some(next.put_allocation(&pool, allocation, revision, at)?)
             }
             Change::DeleteAllocation { pool, api_key, revision } => {
                 next.delete_allocation(&pool, &api_key, revision, at)?
             }
-            Change::PutPlan { spec, revision } => Some(next.put_plan(&spec, revision)?),
-            Change::DeletePlan { connection, revision } => next.delete_plan(&connection, revision)?,
-            Change::UpdateSettings(update) => Some(next.update_settings(&update)?),
+            Change::PutPlan { spec, revision } => Some(next.put_plan(&spec, revision, at)?),
+            Change::DeletePlan { connection, revision } => next.delete_plan(&connection, revision, at)?,
+            Change::UpdateSettings(update) => Some(next.update_settings(&update, at)?),
         };
         Ok(write.map(|write| Applied { next, writes: vec![write] }))
     }
@@ -357,15 +448,24 @@ impl Directory {
 
     fn update_pool(&mut self, spec: &PoolSpec, revision: u64, at: Timestamp) -> Result<Write, ChangeRefused> {
         let pool = Pool::check("pool", spec).map_err(ChangeRefused::Invalid)?;
-        let history = self.pool(&pool.id)?.history;
+        let former = Arc::clone(self.pool(&pool.id)?);
+        let history = former.history;
         check_revision(format_args!("pool {}", pool.id), revision, history.revision)?;
+        let kept = spec.keeping_unknown_of(&former.pool);
+        let pool = Pool::check("pool", &kept).map_err(ChangeRefused::Invalid)?;
         self.replace(pool, PoolHistory { revision: self.revision, updated_at: at, ..history })
     }
 
-    fn delete_pool(&mut self, id: &PoolId, revision: u64) -> Result<Option<Write>, ChangeRefused> {
+    fn delete_pool(
+        &mut self,
+        id: &PoolId,
+        revision: u64,
+        at: Timestamp,
+    ) -> Result<Option<Write>, ChangeRefused> {
         let Some(entry) = self.pools.get(id).cloned() else { return Ok(None) };
         check_revision(format_args!("pool {id}"), revision, entry.history.revision)?;
         self.remove(&entry);
+        self.deleted.insert(DocumentName::Pool(id.clone()), (self.revision, at));
         Ok(Some(Write::DeletePool(id.clone(), entry.history.created_revision)))
     }
 
@@ -411,17 +511,22 @@ impl Directory {
         self.update_pool(&spec, revision, at).map(Some)
     }
 
-    fn put_plan(&mut self, spec: &PlanSpec, revision: u64) -> Result<Write, ChangeRefused> {
-        let plan = Plan::check("plan", spec).map_err(ChangeRefused::Invalid)?;
+    fn put_plan(&mut self, spec: &PlanSpec, revision: u64, at: Timestamp) -> Result<Write, ChangeRefused> {
+        let mut plan = Plan::check("plan", spec).map_err(ChangeRefused::Invalid)?;
         let connection = plan.connection.clone();
-        let stored = self.plans.get(&connection).map_or(0, |entry| entry.revision);
+        let former = self.plans.get(&connection);
+        let stored = former.map_or(0, |entry| entry.revision);
         check_revision(format_args!("the plan of {connection}"), revision, stored)?;
-        Ok(self.store_plan(plan))
+        if let Some(former) = former.filter(|_| plan.unknown.is_empty()) {
+            plan.unknown.clone_from(&former.plan.unknown);
+        }
+        Ok(self.store_plan(plan, at))
     }
 
-    fn store_plan(&mut self, plan: Plan) -> Write {
+    fn store_plan(&mut self, plan: Plan, at: Timestamp) -> Write {
         let connection = plan.connection.clone();
-        let entry = Arc::new(PlanEntry { plan, revision: self.revision });
+        self.deleted.remove(&DocumentName::Plan(connection.clone()));
+        let entry = Arc::new(PlanEntry { plan, revision: self.revision, written_at: at });
         self.plans.insert(connection.clone(), Arc::clone(&entry));
         self.replan(&connection);
         Write::PutPlan(entry)
@@ -431,16 +536,22 @@ impl Directory {
         &mut self,
         connection: &ConnectionId,
         revision: u64,
+        at: Timestamp,
     ) -> Result<Option<Write>, ChangeRefused> {
         let Some(entry) = self.plans.get(connection) else { return Ok(None) };
         check_revision(format_args!("the plan of {connection}"), revision, entry.revision)?;
         self.plans.remove(connection);
+        self.deleted.insert(DocumentName::Plan(connection.clone()), (self.revision, at));
         self.replan(connection);
         Ok(Some(Write::DeletePlan(connection.clone())))
     }
 
-    fn update_settings(&mut self, update: &SettingsUpdate) -> Result<Write, ChangeRefused> {
-        self.settings = Arc::new(self.settings.updated(update).map_err(ChangeRefused::Invalid)?);
+    fn update_settings(&mut self, update: &SettingsUpdate, at: Timestamp) -> Result<Write, ChangeRefused> {
+        let settings = self.settings().updated(update).map_err(ChangeRefused::Invalid)?;
+        let is_shared = settings.shared() != self.settings().shared();
+        let (revision, written_at) =
+            if is_shared { (self.revision, at) } else { (self.settings.revision, self.settings.written_at) };
+        self.settings = Arc::new(SettingsEntry { settings, revision, written_at });
         Ok(Write::PutSettings(Arc::clone(&self.settings)))
     }
 
@@ -476,6 +587,7 @@ impl Directory {
             self.by_connection.insert(connection.clone(), Arc::clone(&entry));
         }
         self.by_life.insert(history.created_revision, Arc::clone(&entry));
+        self.deleted.remove(&DocumentName::Pool(entry.pool.id.clone()));
         self.pools.insert(entry.pool.id.clone(), Arc::clone(&entry));
         entry
     }

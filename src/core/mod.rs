@@ -30,6 +30,7 @@ pub mod burn_rate;
 pub mod catalog;
 pub mod charge;
 pub mod directory;
+pub mod document;
 pub mod headers;
 pub mod ids;
 pub mod import;

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     ids::{ConnectionId, Faults, InvalidField, parse_text},
+    pool::UnknownFields,
     units::Unit,
     window::Window,
 };
@@ -46,6 +47,8 @@ pub struct Plan {
     pub provider: String,
     /// At least one, each key once.
     pub dimensions: Vec<Dimension>,
+    /// What its document says besides.
+    pub(super) unknown: UnknownFields,
 }
 
 /// A plan as written in requests and in stored documents, not yet checked.
@@ -58,6 +61,9 @@ pub struct PlanSpec {
     pub provider: String,
     /// The limits.
     pub dimensions: Vec<DimensionSpec>,
+    /// What this version does not know.
+    #[serde(flatten)]
+    pub unknown: UnknownFields,
 }
 
 /// A dimension as written, not yet checked.
@@ -98,7 +104,8 @@ impl Plan {
         let Some(connection) = connection.filter(|_| faults.is_empty()) else {
             return Err(faults.into_vec());
         };
-        Ok(Plan { connection, provider: spec.provider.clone(), dimensions })
+        let (provider, unknown) = (spec.provider.clone(), spec.unknown.clone());
+        Ok(Plan { connection, provider, dimensions, unknown })
     }
 
     /// The plan as it is written in documents.
@@ -107,6 +114,7 @@ impl Plan {
             connection_id: self.connection.to_string(),
             provider: self.provider.clone(),
             dimensions: self.dimensions.iter().copied().map(Dimension::to_spec).collect(),
+            unknown: self.unknown.clone(),
         }
     }
 }

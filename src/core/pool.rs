@@ -1,6 +1,6 @@
 //! Who shares which connections, in which proportion, and what makes a pool valid.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use hashbrown::HashMap;
 use serde::{Deserialize, Serialize};
@@ -11,6 +11,9 @@ use super::{
     units::Unit,
     window::Window,
 };
+
+/// Fields of a document that this version does not know: another one has written them, and they stay.
+pub type UnknownFields = BTreeMap<String, serde_json::Value>;
 
 /// Most keys of one pool.
 pub const ALLOCATIONS_MAX: usize = 10_000;
@@ -143,6 +146,8 @@ pub struct Allocation {
     pub model_caps: Vec<ModelCap>,
     /// Counted, never limited.
     pub exempt: bool,
+    /// What its document says besides.
+    unknown: UnknownFields,
 }
 
 impl Allocation {
@@ -177,6 +182,8 @@ pub struct Pool {
     pub owner_reserve_e6: u32,
     /// Free text to group pools by.
     pub group: String,
+    /// What its document says besides.
+    unknown: UnknownFields,
     /// Keys among which the limit is split equally, if no key that is not exempt has a weight.
     equal_split: Option<u32>,
 }
@@ -268,6 +275,7 @@ impl Pool {
             failure_mode: spec.failure_mode,
             owner_reserve_e6: owner_reserve_e6 as u32,
             group: spec.group.clone(),
+            unknown: spec.unknown.clone(),
         })
     }
 
@@ -284,6 +292,7 @@ impl Pool {
             failure_mode: self.failure_mode,
             owner_reserve: self.owner_reserve(),
             group: self.group.clone(),
+            unknown: self.unknown.clone(),
         }
     }
 
@@ -413,6 +422,7 @@ impl Allocation {
             cap,
             model_caps,
             exempt: spec.exempt,
+            unknown: spec.unknown.clone(),
         })
     }
 
@@ -428,6 +438,7 @@ impl Allocation {
             }),
             model_caps: self.model_caps.iter().map(ModelCap::to_spec).collect(),
             exempt: self.exempt,
+            unknown: self.unknown.clone(),
         }
     }
 }
@@ -503,6 +514,24 @@ pub struct PoolSpec {
     pub failure_mode: FailureMode,
     pub owner_reserve: f64,
     pub group: String,
+    #[serde(flatten)]
+    pub unknown: UnknownFields,
+}
+
+impl PoolSpec {
+    /// With what `former` says and this version does not know, for the pool and for each key that stays.
+    pub(super) fn keeping_unknown_of(&self, former: &Pool) -> PoolSpec {
+        let mut spec = self.clone();
+        if spec.unknown.is_empty() {
+            spec.unknown.clone_from(&former.unknown);
+        }
+        for allocation in spec.allocations.iter_mut().filter(|allocation| allocation.unknown.is_empty()) {
+            if let Some(former) = former.allocation(&allocation.api_key_id) {
+                allocation.unknown.clone_from(&former.unknown);
+            }
+        }
+        spec
+    }
 }
 
 /// An allocation as written, not yet checked.
@@ -518,6 +547,8 @@ pub struct AllocationSpec {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub model_caps: Vec<ModelCapSpec>,
     pub exempt: bool,
+    #[serde(flatten)]
+    pub unknown: UnknownFields,
 }
 
 /// A cap as written, not yet checked.

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     ids::{Faults, InvalidField},
-    pool::fraction_hint,
+    pool::{UnknownFields, fraction_hint},
 };
 
 /// Most days that rows of consumption can be kept.
@@ -85,6 +85,9 @@ pub struct StoredSettings {
     /// As [`Settings::consumption_retention_days`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub consumption_retention_days: Option<u32>,
+    /// What this version does not know.
+    #[serde(flatten)]
+    pub unknown: UnknownFields,
 }
 
 /// Settings to store and settings to forget, not yet checked.
@@ -113,6 +116,7 @@ impl From<&StoredSettings> for SettingsUpdate {
             saturation_threshold,
             soft_deprioritize_factor,
             consumption_retention_days,
+            unknown: _,
         } = stored;
         SettingsUpdate {
             store_driver: *store_driver,
@@ -126,6 +130,16 @@ impl From<&StoredSettings> for SettingsUpdate {
 }
 
 impl StoredSettings {
+    /// Without what belongs to this replica alone.
+    pub fn shared(&self) -> StoredSettings {
+        StoredSettings { store_driver: None, redis_url: None, ..self.clone() }
+    }
+
+    /// What belongs to this replica alone, with `shared` for everything else.
+    pub fn with_shared(&self, shared: StoredSettings) -> StoredSettings {
+        StoredSettings { store_driver: self.store_driver, redis_url: self.redis_url.clone(), ..shared }
+    }
+
     /// What is in force: stored, else `otherwise`.
     pub fn over(&self, otherwise: &Settings) -> Settings {
         Settings {

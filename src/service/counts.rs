@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{Decided, Degraded, Service};
+use super::{Decided, Degraded, Service, Standing};
 use crate::{
     core::{
         admission::{BlockReason, Mode, Used},
@@ -228,7 +228,8 @@ impl Service {
     /// Shared counters are out of reach: decisions follow the failure mode of each pool.
     pub fn is_degraded(&self) -> bool {
         let in_use = self.ledger_now();
-        in_use.place.driver() == StoreDriver::Redis && in_use.condition().failing.is_some()
+        let out_of_reach = in_use.condition().failing.is_some() || self.standing() == Standing::Unseen;
+        in_use.place.driver() == StoreDriver::Redis && out_of_reach
     }
 
     /// How many replicas share the counters, as far as is known.

@@ -165,6 +165,9 @@ impl Service {
             // A hold waits for the disk, and a thread has few guards that cost nothing.
             Some(_) => (Guard::from_inner(self.0.directory.load_full()), Guard::from_inner(self.ledger())),
         };
+        if !self.decides() {
+            return Err(LedgerError::NoConfiguration);
+        }
         let config_revision = directory.revision();
         let Some((entry, allocation)) = directory.find(&call.api_key, &call.connection) else {
             return Ok(Decision { config_revision, soft_factor: 1.0, found: Found::NoPool });

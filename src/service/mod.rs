@@ -3,6 +3,7 @@
 mod counts;
 mod enforce;
 mod explain;
+mod follow;
 mod import;
 mod local_shares;
 mod pool_admin;
@@ -12,13 +13,17 @@ mod signals;
 mod switch;
 mod usage;
 
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, AtomicU64},
+};
 
 use arc_swap::{ArcSwap, Guard};
 use parking_lot::Mutex;
 
 pub use counts::{DecisionCount, UsedFraction};
 pub use enforce::{Decided, Decision, Degraded, EnforceCall, Found, Reserve};
+pub use follow::Standing;
 pub use import::Imported;
 pub use pool_admin::{AdminError, PoolView};
 pub use record::{RecordCall, RecordOutcome};
@@ -71,6 +76,11 @@ struct Inner {
     started_at: Timestamp,
     counts: Counts,
     local_shares: LocalShares,
+    standing: Mutex<Standing>,
+    /// There is a configuration to decide by.
+    decides: AtomicBool,
+    /// Of the shared configuration, as last seen.
+    newest_revision: AtomicU64,
     /// Where changes of the directory run: not where they were asked for, which may end before they do.
     runtime: tokio::runtime::Handle,
     /// Held by the one change of the directory that is under way.
@@ -95,7 +105,7 @@ impl Service {
         let started_at = clock.now();
         let (counts, turn) = (Counts::default(), tokio::sync::Mutex::new(()));
         let runtime = tokio::runtime::Handle::current();
-        Self(Arc::new(Inner {
+        let service = Self(Arc::new(Inner {
             directory,
             in_use,
             drivers,
@@ -106,10 +116,15 @@ impl Service {
             started_at,
             counts,
             local_shares: LocalShares::default(),
+            standing: Mutex::default(),
+            decides: AtomicBool::new(true),
+            newest_revision: AtomicU64::new(0),
             runtime,
             turn,
             fallback,
-        }))
+        }));
+        service.stands_before(service.ledger_now().directory().is_some());
+        service
     }
 
     /// Waits until the change of the directory that is under way is done.

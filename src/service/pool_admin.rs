@@ -1,20 +1,32 @@
 //! Writes of administrators: pools, allocations and plans, one change at a time.
 
-use std::sync::Arc;
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use uuid::Uuid;
 
-use super::Service;
+use super::{
+    Service,
+    follow::{FollowError, head_of, write_name},
+    switch::Prepared,
+};
 use crate::{
     core::{
-        directory::{Change, ChangeRefused, PlanInForce, PoolEntry, Write},
+        directory::{Change, ChangeRefused, Directory, PlanInForce, PoolEntry, Write},
         ids::{ApiKeyId, ConnectionId, InvalidField, PoolId, PoolRevision},
         plan::{DimensionKey, PlanSpec},
         pool::{AllocationSpec, PoolSpec},
+        settings::{StoreDriver, StoredSettings},
         units::Timestamp,
     },
-    store::{LedgerError, StoreError},
+    store::{LedgerError, SharedDirectory, StoreError},
 };
+
+/// How often a change is tried while other replicas are quicker, and how long to wait in between.
+const TRIES_MAX: usize = 100;
+const TRY_PAUSE_MAX_MS: u64 = 10;
 
 /// Why an administrator's call was refused. Nothing has changed.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -178,20 +190,111 @@ impl Service {
 
     async fn change_in_turn(&self, change: Change) -> Result<Vec<Write>, AdminError> {
         let _turn = self.0.turn.lock().await;
+        // Not held any longer: it may be replaced, and its last user closes it.
+        let (shared, failing) = {
+            let ledger = self.ledger();
+            (ledger.directory(), ledger.condition().failing)
+        };
+        let Some(shared) = shared else { return self.change_alone(change).await };
+        if let Some(next) = self.own_settings_after(&change)? {
+            return self.change_own_settings(&change, next).await;
+        }
+        if let Some(why) = failing {
+            return Err(LedgerError::Unreachable(why).into());
+        }
+        for _ in 0..TRIES_MAX {
+            match self.catch_up(&*shared).await {
+                Err(FollowError::Busy) => {}
+                Err(error) => return Err(error.into()),
+                Ok(()) => {
+                    if let Some(writes) = self.change_shared(&*shared, change.clone()).await? {
+                        return Ok(writes);
+                    }
+                }
+            }
+            tokio::time::sleep(Duration::from_millis(rand::random_range(1..TRY_PAUSE_MAX_MS))).await;
+        }
+        Err(FollowError::Busy.into())
+    }
+
+    /// A change of a configuration that nobody shares.
+    async fn change_alone(&self, change: Change) -> Result<Vec<Write>, AdminError> {
         let directory = self.0.directory.load_full();
-        // What is asked of the driver, if this change is one of settings.
-        let asked = match &change {
-            Change::UpdateSettings(update) => Some(update.store_driver),
-            _ => None,
-        };
+        let asked = asked_driver(&change);
         let Some(applied) = directory.apply(change, self.0.clock.now())? else { return Ok(Vec::new()) };
-        let prepared = match asked {
-            Some(driver) => Some(self.prepare(&applied.next, driver).await?),
-            None => None,
-        };
-        let stored =
-            self.0.store.commit(directory.revision(), applied.next.revision(), &applied.writes).await;
-        if let Err(error) = stored {
+        let next = applied.next.written(write_name());
+        let prepared = self.prepared(&next, asked).await?;
+        self.store(&directory, next, &applied.writes, prepared).await?;
+        Ok(applied.writes)
+    }
+
+    /// A change of the configuration that replicas share: there first, then here. `None`: another replica was quicker.
+    async fn change_shared(
+        &self,
+        shared: &dyn SharedDirectory,
+        change: Change,
+    ) -> Result<Option<Vec<Write>>, AdminError> {
+        let directory = self.0.directory.load_full();
+        let asked = asked_driver(&change);
+        let Some(applied) = directory.apply(change, self.0.clock.now())? else { return Ok(Some(Vec::new())) };
+        let next = applied.next.written(write_name());
+        let (before, after) = (head_of(&directory)?, head_of(&next)?);
+        let prepared = self.prepared(&next, asked).await?;
+        let documents = next.documents_of(&applied.writes);
+        let committed = shared.commit(Some(&before), &after, &documents).await;
+        if !matches!(committed, Ok(true)) {
+            if let Some(prepared) = prepared {
+                prepared.withdraw().await;
+            }
+            return committed.map(|_| None).map_err(AdminError::from);
+        }
+        self.0.newest_revision.store(after.revision, Ordering::Relaxed);
+        self.store(&directory, next, &applied.writes, prepared).await?;
+        Ok(Some(applied.writes))
+    }
+
+    /// The settings after `change`, if it is about nothing but what belongs to this replica alone.
+    fn own_settings_after(&self, change: &Change) -> Result<Option<StoredSettings>, AdminError> {
+        let Change::UpdateSettings(update) = change else { return Ok(None) };
+        let directory = self.directory();
+        let next = directory.settings().updated(update).map_err(ChangeRefused::Invalid)?;
+        Ok(Some(next).filter(|next| next.shared() == directory.settings().shared()))
+    }
+
+    async fn change_own_settings(
+        &self,
+        change: &Change,
+        next: StoredSettings,
+    ) -> Result<Vec<Write>, AdminError> {
+        let directory = self.0.directory.load_full();
+        let next = directory.with_own_settings(next);
+        let writes = vec![Write::PutSettings(Arc::new(next.settings_entry().clone()))];
+        let prepared = self.prepared(&next, asked_driver(change)).await?;
+        self.store(&directory, next, &writes, prepared).await?;
+        Ok(writes)
+    }
+
+    /// What `next` needs of drivers; `asked` is what the change says of the driver, if it is one of settings.
+    async fn prepared(
+        &self,
+        next: &Directory,
+        asked: Option<Option<StoreDriver>>,
+    ) -> Result<Option<Prepared>, AdminError> {
+        match asked {
+            Some(driver) => Ok(Some(self.prepare(next, driver).await?)),
+            None => Ok(None),
+        }
+    }
+
+    /// Makes `next` durable here and lets it decide.
+    async fn store(
+        &self,
+        directory: &Directory,
+        next: Directory,
+        writes: &[Write],
+        prepared: Option<Prepared>,
+    ) -> Result<(), AdminError> {
+        if let Err(error) = self.0.store.commit(directory.revision(), &next, writes).await {
             tracing::warn!(
                 error = &error as &dyn std::error::Error,
                 "a change of the configuration was refused"
@@ -201,16 +304,16 @@ impl Service {
             }
             return Err(error.into());
         }
-        self.0.directory.store(Arc::new(applied.next));
+        self.0.directory.store(Arc::new(next));
         if let Some(prepared) = prepared {
             self.take_over(prepared).await;
         }
-        for write in &applied.writes {
+        for write in writes {
             if let Write::DeletePool(_, life) = write {
                 self.forget(*life).await;
             }
         }
-        Ok(applied.writes)
+        Ok(())
     }
 
     async fn forget(&self, life: PoolRevision) {
@@ -220,5 +323,13 @@ impl Service {
             // The pool is gone and nothing reads its counters any more; they go with the retention.
             tracing::warn!(error = &error as &dyn std::error::Error, "counters of a deleted pool were left");
         }
+    }
+}
+
+/// What a change of settings asks of the driver.
+fn asked_driver(change: &Change) -> Option<Option<StoreDriver>> {
+    match change {
+        Change::UpdateSettings(update) => Some(update.store_driver),
+        _ => None,
     }
 }

@@ -65,6 +65,7 @@ impl Service {
         api_key: Option<&ApiKeyId>,
     ) -> Result<Kept<bool>, LedgerError> {
         match ReservationId::parse(reservation_id) {
+            Some(_) if !self.decides() => Err(LedgerError::NoConfiguration),
             Some(id) => self.ledger().release(id, api_key).await,
             None => Ok(Kept::Done(false)),
         }
@@ -75,6 +76,9 @@ impl Service {
         directory: &Directory,
         call: &RecordCall,
     ) -> Result<RecordOutcome, LedgerError> {
+        if !self.decides() {
+            return Err(LedgerError::NoConfiguration);
+        }
         let ledger = self.ledger();
         let consumption = self.consumption(call);
         // The pool whose ledger holds the reservation, if that is not simply the pool to count in.

@@ -1,13 +1,15 @@
 //! Settings that are stored, and how this replica is.
 
-use super::{AdminError, Service};
+use std::sync::atomic::Ordering;
+
+use super::{AdminError, Service, Standing};
 use crate::{
     core::{
         directory::{Change, ChangeRefused, PoolEntry},
         ids::InvalidField,
         settings::{Secret, Settings, SettingsUpdate, StoreDriver, StoredSettings},
     },
-    store::{Losses, redis::RedisUrl},
+    store::{Losses, ReplicaNote, redis::RedisUrl},
 };
 
 /// Most pools that one report names.
@@ -35,6 +37,10 @@ pub struct Status {
     pub replica_id: String,
     /// The configuration it decides by.
     pub config_revision: u64,
+    /// The newest one that it knows of.
+    pub newest_config_revision: u64,
+    /// Those that have said within some seconds that they are there, this one included.
+    pub replicas: Vec<ReplicaNote>,
     /// Since it started.
     pub uptime_ms: u64,
     /// Where counters live now.
@@ -74,8 +80,9 @@ impl Service {
         Ok((self.settings_view(), self.fallback().into_iter().collect()))
     }
 
-    /// How this replica is.
-    pub fn status(&self) -> Status {
+    /// How this replica is, and which others there are.
+    pub async fn status(&self) -> Status {
+        let replicas = self.replicas().await;
         let directory = self.directory();
         let condition = self.condition();
         let mut warnings: Vec<String> = self.fallback().into_iter().collect();
@@ -88,6 +95,23 @@ impl Service {
                     "records go to the journal, decisions follow the failure mode of each pool: {error}"
                 ),
             });
+        }
+        match self.standing() {
+            Standing::Foreign { ours, theirs } => {
+                let ours = ours.map_or_else(|| "of its own".to_owned(), |ours| format!("{ours:?}"));
+                warnings.push(format!(
+                    "Redis has the configuration {theirs:?}, and this replica one {ours}: nothing is decided here. Is its \
+                     URL right? `quota-share adopt` takes it over and sets the one here aside"
+                ));
+            }
+            Standing::Behind(why) => warnings.push(format!(
+                "the shared configuration has something that this version cannot take, and this replica decides by an \
+                 older revision: {why}"
+            )),
+            Standing::Unseen => warnings.push(
+                "the configuration that replicas share has not been seen since this replica started".to_owned(),
+            ),
+            Standing::Alone | Standing::Current => {}
         }
         let losses = condition.losses;
         if losses != Losses::default() {
@@ -134,12 +158,38 @@ impl Service {
             version: env!("CARGO_PKG_VERSION"),
             replica_id: self.0.start.replica_id.clone(),
             config_revision: directory.revision(),
+            newest_config_revision: self.0.newest_revision.load(Ordering::Relaxed).max(directory.revision()),
+            replicas,
             uptime_ms: self.0.clock.now().ms_since(self.0.started_at),
             store_driver,
             degraded,
             journal_length: self.journal().entries,
             warnings,
         }
+    }
+}
+
+impl Service {
+    async fn replicas(&self) -> Vec<ReplicaNote> {
+        let own = ReplicaNote {
+            replica_id: self.0.start.replica_id.clone(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            config_revision: self.directory().revision(),
+            age_ms: 0,
+        };
+        let shared = {
+            let ledger = self.ledger();
+            ledger.directory().filter(|_| ledger.condition().failing.is_none())
+        };
+        let said = match shared {
+            // Who cannot be asked about others knows of none.
+            Some(shared) => shared.replicas().await.unwrap_or_default(),
+            None => Vec::new(),
+        };
+        let others = said.into_iter().filter(|note| note.replica_id != own.replica_id);
+        let mut all: Vec<ReplicaNote> = [own.clone()].into_iter().chain(others).collect();
+        all.sort_by(|a, b| a.replica_id.cmp(&b.replica_id));
+        all
     }
 }
 

@@ -1,6 +1,10 @@
 //! The ledger in use, and how another one takes its place.
 
-use std::{ops::Deref, sync::Arc, time::Duration};
+use std::{
+    ops::Deref,
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use arc_swap::Guard;
 use tokio::time::timeout;
@@ -91,7 +95,12 @@ impl Service {
 
     /// Nothing is decided here until somebody acts.
     pub fn refuses(&self) -> bool {
-        self.ledger_now().condition().refuses
+        !self.decides() || self.ledger_now().condition().refuses
+    }
+
+    /// There is a configuration to decide by.
+    pub(super) fn decides(&self) -> bool {
+        self.0.decides.load(Ordering::Relaxed)
     }
 
     /// Why the driver in use is not the one that is asked for.
@@ -139,6 +148,12 @@ impl Service {
         }
         let Some(next) = opened else { return };
         let driver = next.place.driver().name();
+        let shared = next.directory();
+        self.stands_before(shared.is_some());
+        if let Some(shared) = shared.filter(|_| next.condition().failing.is_none()) {
+            // Before anybody calls it. What is wrong is said where it is found out.
+            let _ = self.catch_up(&*shared).await;
+        }
         let former = self.0.in_use.swap(Arc::new(next));
         tracing::info!(driver, "counters are kept by another driver or elsewhere from now on");
         let (ledger, unused) = (Arc::clone(&former.ledger), former.unused.clone());

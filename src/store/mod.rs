@@ -3,6 +3,7 @@
 mod choice;
 mod journal;
 pub mod redis;
+mod shared;
 pub mod sqlite;
 
 use std::{error::Error, fmt, sync::Arc, time::Duration};
@@ -12,6 +13,7 @@ pub use choice::{Choice, Configured, Place};
 pub use journal::{
     BatchName, Deferred, Drained, Entry, EntryId, Journal, JournalCondition, JournalCounts, bring,
 };
+pub use shared::{ReplicaNote, SharedDirectory};
 
 use crate::core::{
     account::{Observation, Unread},
@@ -131,6 +133,11 @@ pub trait Ledger: fmt::Debug + Send + Sync + 'static {
         1
     }
 
+    /// The configuration that replicas share through this store, if they do.
+    fn directory(&self) -> Option<Arc<dyn SharedDirectory>> {
+        None
+    }
+
     /// Nothing waits in a journal.
     fn all_counted(&self) -> bool {
         true
@@ -206,8 +213,8 @@ pub trait OpenLedger: fmt::Debug + Send + Sync + 'static {
 /// Where pools and plans are kept.
 #[async_trait]
 pub trait DirectoryStore: fmt::Debug + Send + Sync + 'static {
-    /// Makes all of `writes` durable, and the revision `next`, in one transaction, if the stored revision is `before`.
-    async fn commit(&self, before: u64, next: u64, writes: &[Write]) -> Result<(), StoreError>;
+    /// Makes all of `writes` durable, which lead to `next`, in one transaction, if the stored revision is `before`.
+    async fn commit(&self, before: u64, next: &Directory, writes: &[Write]) -> Result<(), StoreError>;
 
     /// All that is stored.
     async fn load(&self) -> Result<Directory, StoreError>;
@@ -219,6 +226,9 @@ pub enum LedgerError {
     /// The call contradicts an earlier one.
     #[error(transparent)]
     Contradiction(#[from] Contradiction),
+    /// This replica has no configuration: it has not met the one that replicas share, or that is another one.
+    #[error("this replica has not got the configuration that replicas share")]
+    NoConfiguration,
     /// This life of the pool is over.
     #[error("the pool was deleted meanwhile")]
     PoolRemoved,

@@ -74,6 +74,7 @@ async fn replica(url: &str, name: &str, clock: &Arc<ManualClock>) -> Arc<dyn Led
         timeout: PATIENCE,
         clock: Arc::clone(clock) as _,
         journal: Arc::new(MemoryJournal::default()),
+        admits: true,
     };
     let ledger = RedisLedger::start(options).await.expect("a URL that can be used");
     while ledger.condition().failing.is_some() {

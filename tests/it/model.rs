@@ -151,7 +151,7 @@ impl Rig {
     /// Puts another plan in force; an empty one is none.
     pub(crate) fn put_plan(&mut self, dimensions: Vec<DimensionSpec>) {
         if !dimensions.is_empty() {
-            let spec = PlanSpec { connection_id: CONNECTION.to_owned(), provider: String::new(), dimensions };
+            let spec = PlanSpec { connection_id: CONNECTION.to_owned(), dimensions, ..PlanSpec::default() };
             apply(&mut self.directory, Change::PutPlan { spec, revision: 0 });
         }
     }

@@ -60,7 +60,8 @@ pub(crate) async fn begun_with(
     journal: Arc<MemoryJournal>,
 ) -> Arc<RedisLedger> {
     let url = RedisUrl::parse(url).expect("a URL");
-    let options = RedisOptions { url, replica_id: replica_id.to_owned(), timeout, clock, journal };
+    let options =
+        RedisOptions { url, replica_id: replica_id.to_owned(), timeout, clock, journal, admits: true };
     Arc::new(RedisLedger::start(options).await.expect("a URL that can be used"))
 }
 

@@ -179,7 +179,7 @@ impl OpenLedger for Stores {
 
 #[async_trait]
 impl DirectoryStore for Stores {
-    async fn commit(&self, _: u64, _: u64, _: &[Write]) -> Result<(), StoreError> {
+    async fn commit(&self, _: u64, _: &Directory, _: &[Write]) -> Result<(), StoreError> {
         if self.commits.load(SeqCst) { Ok(()) } else { Err(unavailable()) }
     }
 

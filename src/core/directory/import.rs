@@ -37,16 +37,16 @@ impl Directory {
                 faults.add(field, &plan.connection, "each connection at most once");
             }
             self.revision = first + writes.len() as u64;
-            writes.push(self.store_plan(plan));
+            writes.push(self.store_plan(plan, at));
         }
         for (index, spec) in import.pools.iter().enumerate() {
             self.revision = first + writes.len() as u64;
             let created = self.create_pool(&format!("pools[{index}]"), spec, at);
             writes.extend(unless_invalid(created, &mut faults)?);
         }
-        if *self.settings == StoredSettings::default() && import.settings != StoredSettings::default() {
+        if *self.settings() == StoredSettings::default() && import.settings != StoredSettings::default() {
             self.revision = first + writes.len() as u64;
-            let stored = self.update_settings(&SettingsUpdate::from(&import.settings));
+            let stored = self.update_settings(&SettingsUpdate::from(&import.settings), at);
             writes.extend(unless_invalid(stored, &mut faults)?);
         }
         if !faults.is_empty() {

@@ -216,7 +216,7 @@ fn read_plan(mender: &mut Mender, place: &str, row: &PlanRow) {
         );
         return;
     }
-    let plan = PlanSpec { connection_id, provider, dimensions };
+    let plan = PlanSpec { connection_id, provider, dimensions, ..PlanSpec::default() };
     match Plan::check(place, &plan) {
         Ok(checked) if row.source.as_deref() != Some("manual") && is_of_catalog(&checked) => {}
         Ok(_) => mender.import.plans.push(plan),

@@ -506,13 +506,14 @@ impl Sender {
             batch.answer_all(self, || Ok(Bytes::new()));
             return None;
         }
-        let mut calls = Vec::with_capacity(batch.calls.len());
-        for (waiting, answer) in batch.calls.into_iter().zip(answers) {
-            // A caller that has hung up hears nothing.
-            let _ = waiting.answer.map(|caller| caller.send(Ok(answer)));
-            calls.push(waiting.call);
-        }
+        let (calls, callers): (Vec<Call>, Vec<_>) =
+            batch.calls.into_iter().map(|waiting| (waiting.call, (waiting.answer, waiting._counted))).unzip();
+        // Before anybody is told: whoever is may look at once.
         batch.slot.heard(batch.sequence, header, calls);
+        for ((caller, _counted), answer) in callers.into_iter().zip(answers) {
+            // A caller that has hung up hears nothing.
+            let _ = caller.map(|caller| caller.send(Ok(answer)));
+        }
         self.finish(&batch.slot);
         None
     }

@@ -1,7 +1,14 @@
 //! Brings what the journal has kept to the script, in order: first the batches of former processes of which nobody knows
 //! whether it has had them, under their own numbers.
 
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeSet,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use tokio::{sync::oneshot, time::sleep};
 use tokio_util::sync::CancellationToken;
@@ -31,6 +38,7 @@ pub(super) struct Drain {
     pub(super) sender: Sender,
     pub(super) health: Arc<Health>,
     pub(super) pools: Arc<Pools>,
+    pub(super) admits: Arc<AtomicBool>,
 }
 
 impl Drain {
@@ -42,7 +50,8 @@ impl Drain {
         };
         loop {
             let back = self.health.back.notified();
-            if !self.journal.is_empty() && self.health.knows_layout() {
+            let may_write = self.health.knows_layout() && self.admits.load(Ordering::Relaxed);
+            if may_write && !self.journal.is_empty() {
                 tokio::select! {
                     result = self.drain() => self.tell(&result),
                     () = stop.cancelled() => return,

@@ -3,7 +3,7 @@
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -19,6 +19,7 @@ use super::{
     RedisOptions, STORE,
     batches::{Answer, Sender, broken, stopped},
     client::Client,
+    directory::RedisDirectory,
     drain::Drain,
     health::{Health, not_reached},
     keys,
@@ -46,7 +47,7 @@ use crate::{
     },
     store::{
         BatchName, Condition, Deferred, EntryId, Journal, Kept, Ledger, LedgerError, ReservationPlace,
-        StoreError,
+        SharedDirectory, StoreError,
     },
 };
 
@@ -72,6 +73,9 @@ pub struct RedisLedger {
     reader: Reader,
     pools: Arc<Pools>,
     live_replicas: Arc<AtomicU64>,
+    directory: RedisDirectory,
+    /// The configuration there is known to be the right one.
+    admits: Arc<AtomicBool>,
     /// Ends what goes on by itself.
     stop: CancellationToken,
     /// Has turns of the journal; its end is waited for.
@@ -97,11 +101,30 @@ impl RedisLedger {
         let sender = Sender::start(link, watched, Arc::clone(&journal), name, Arc::clone(&clock));
         let reader = Reader::start(client.clone(), Arc::clone(&health), clock, options.timeout);
         let live_replicas = Arc::new(AtomicU64::new(1));
-        let drain =
-            Drain { journal, sender: sender.clone(), health: Arc::clone(&health), pools: Arc::clone(&pools) };
+        let admits = Arc::new(AtomicBool::new(options.admits));
+        let directory = RedisDirectory::new(client.clone(), Arc::clone(&admits));
+        let drain = Drain {
+            journal,
+            sender: sender.clone(),
+            health: Arc::clone(&health),
+            pools: Arc::clone(&pools),
+            admits: Arc::clone(&admits),
+        };
         let stop = CancellationToken::new();
         let drain = Mutex::new(Some(tokio::spawn(drain.run(stop.clone()))));
-        let ledger = Self { options, client, health, sender, reader, pools, live_replicas, stop, drain };
+        let ledger = Self {
+            options,
+            client,
+            health,
+            sender,
+            reader,
+            pools,
+            live_replicas,
+            directory,
+            admits,
+            stop,
+            drain,
+        };
         ledger.look_after();
         let reached = async {
             while ledger.health.failing().is_some() {
@@ -151,7 +174,10 @@ impl RedisLedger {
             return Some(newer_layout(layout));
         }
         let out_of_reach = self.pools.are_out_of_reach(slot);
-        out_of_reach.then(|| self.health.failing().unwrap_or_else(not_reached))
+        if out_of_reach {
+            return Some(self.health.failing().unwrap_or_else(not_reached));
+        }
+        (!self.admits.load(Ordering::Relaxed)).then(not_admitted)
     }
 
     /// The longest that a cost waits: for the batch that is under way, and for its own.
@@ -369,6 +395,10 @@ impl Deferral {
 
 fn stopping() -> LedgerError {
     LedgerError::Unreachable(stopped())
+}
+
+fn not_admitted() -> StoreError {
+    broken("it is not known yet whether the configuration there is this one")
 }
 
 fn newer_layout(layout: u64) -> StoreError {
@@ -592,6 +622,10 @@ impl Ledger for RedisLedger {
 
     fn live_replicas(&self) -> u64 {
         self.live_replicas.load(Ordering::Relaxed)
+    }
+
+    fn directory(&self) -> Option<Arc<dyn SharedDirectory>> {
+        Some(Arc::new(self.directory.clone()))
     }
 
     fn all_counted(&self) -> bool {

@@ -5,6 +5,7 @@
 
 mod batches;
 mod client;
+mod directory;
 mod drain;
 mod health;
 mod keys;
@@ -100,6 +101,8 @@ pub struct RedisOptions {
     pub clock: Arc<dyn Clock>,
     /// What is answered while Redis is out of reach waits there.
     pub journal: Arc<dyn Journal>,
+    /// Calls come in from the start; else when the configuration there is known to be the right one.
+    pub admits: bool,
 }
 
 #[cfg(test)]

@@ -14,7 +14,8 @@ use super::{
 };
 use crate::{
     core::{
-        directory::{Directory, PlanEntry, PoolHistory, Write},
+        directory::{Directory, Origin, PlanEntry, PoolHistory, SettingsEntry, Stored, Write},
+        document::DocumentName,
         ids::{InvalidField, PoolRevision},
         plan::{Plan, PlanSpec},
         pool::{Pool, PoolSpec},
@@ -57,12 +58,17 @@ impl SqliteDirectory {
 
 #[async_trait]
 impl DirectoryStore for SqliteDirectory {
-    async fn commit(&self, before: u64, next: u64, writes: &[Write]) -> Result<(), StoreError> {
+    async fn commit(&self, before: u64, next: &Directory, writes: &[Write]) -> Result<(), StoreError> {
         let failed = unavailable("writing the configuration");
         let mut transaction = self.connection.begin_with("BEGIN IMMEDIATE").await.map_err(&failed)?;
-        let moved = sqlx::query("UPDATE service SET config_revision = ?2 WHERE config_revision = ?1")
+        let Origin { lineage, write } = next.origin();
+        let moved = "UPDATE service SET config_revision = ?2, lineage = ?3, config_write = ?4
+                     WHERE config_revision = ?1";
+        let moved = sqlx::query(moved)
             .bind(before as i64)
-            .bind(next as i64)
+            .bind(next.revision() as i64)
+            .bind(lineage.as_deref())
+            .bind(write.as_str())
             .execute(&mut *transaction)
             .await
             .map_err(&failed)?;
@@ -71,6 +77,13 @@ impl DirectoryStore for SqliteDirectory {
         }
         for write in writes {
             statement(write).execute(&mut *transaction).await.map_err(&failed)?;
+            if let Some(name) = name_of(write) {
+                forget_deletion(&name).execute(&mut *transaction).await.map_err(&failed)?;
+            }
+        }
+        let gone: Vec<DocumentName> = writes.iter().filter_map(deleted_by).collect();
+        for (name, revision, at) in next.deleted().filter(|(name, ..)| gone.contains(name)) {
+            remember_deletion(name, revision, at).execute(&mut *transaction).await.map_err(&failed)?;
         }
         transaction.commit().await.map_err(&failed)
     }
@@ -79,12 +92,17 @@ impl DirectoryStore for SqliteDirectory {
         let failed = unavailable("reading the configuration");
         // All at one revision, also where another process writes.
         let mut snapshot = self.connection.begin().await.map_err(&failed)?;
-        let (revision, settings): (i64, String) =
-            sqlx::query_as("SELECT config_revision, settings FROM service")
-                .fetch_one(&mut *snapshot)
-                .await
-                .map_err(&failed)?;
-        let plans = sqlx::query("SELECT connection_id, revision, document FROM plans")
+        let service = sqlx::query(
+            "SELECT config_revision, settings, settings_revision, settings_ms, lineage, config_write FROM service",
+        )
+        .fetch_one(&mut *snapshot)
+        .await
+        .map_err(&failed)?;
+        let deletions = sqlx::query("SELECT name, revision, deleted_ms FROM deletions")
+            .fetch_all(&mut *snapshot)
+            .await
+            .map_err(&failed)?;
+        let plans = sqlx::query("SELECT connection_id, revision, written_ms, document FROM plans")
             .fetch_all(&mut *snapshot)
             .await
             .map_err(&failed)?;
@@ -97,10 +115,23 @@ impl DirectoryStore for SqliteDirectory {
         snapshot.rollback().await.map_err(&failed)?;
         let plans = plans.iter().map(read_plan).collect::<Result<_, _>>()?;
         let pools = pools.iter().map(read_pool).collect::<Result<_, _>>()?;
-        Directory::restore(unsigned("config_revision", revision)?, parse_settings(&settings)?, plans, pools)
-            .map_err(|refused| {
-                corrupt("the pools", refused.to_string(), "pools that do not share a connection")
-            })
+        let settings = SettingsEntry {
+            settings: parse_settings(&text(&service, "settings")?)?,
+            revision: number(&service, "settings_revision")?,
+            written_at: Timestamp::from_unix_ms(number(&service, "settings_ms")?),
+        };
+        let lineage = service.try_get("lineage").map_err(&failed)?;
+        let stored = Stored {
+            revision: number(&service, "config_revision")?,
+            settings,
+            plans,
+            pools,
+            deleted: deletions.iter().map(read_deletion).collect::<Result<_, _>>()?,
+            origin: Origin { lineage, write: text(&service, "config_write")? },
+        };
+        Directory::restore(stored).map_err(|refused| {
+            corrupt("the pools", refused.to_string(), "pools that do not share a connection")
+        })
     }
 }
 
@@ -109,9 +140,8 @@ fn statement(write: &Write) -> Query<'_, Sqlite, SqliteArguments> {
         Write::PutPool(entry) => {
             let PoolHistory { created_revision, revision, created_at, updated_at } = entry.history;
             sqlx::query(
-                "INSERT INTO pools (pool_id, created_revision, revision, created_ms, updated_ms, document)
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?6)
-                 ON CONFLICT (pool_id) DO UPDATE SET revision = ?3, updated_ms = ?5, document = ?6",
+                "INSERT OR REPLACE INTO pools (pool_id, created_revision, revision, created_ms, updated_ms, document)
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
             )
             .bind(entry.pool.id.as_str())
             .bind(created_revision.0 as i64)
@@ -122,18 +152,60 @@ fn statement(write: &Write) -> Query<'_, Sqlite, SqliteArguments> {
         }
         Write::DeletePool(id, _) => sqlx::query("DELETE FROM pools WHERE pool_id = ?1").bind(id.as_str()),
         Write::PutPlan(entry) => sqlx::query(
-            "INSERT OR REPLACE INTO plans (connection_id, revision, document) VALUES (?1, ?2, ?3)",
+            "INSERT OR REPLACE INTO plans (connection_id, revision, document, written_ms) VALUES (?1, ?2, ?3, ?4)",
         )
         .bind(entry.plan.connection.as_str())
         .bind(entry.revision as i64)
-        .bind(document(&entry.plan.to_spec())),
+        .bind(document(&entry.plan.to_spec()))
+        .bind(entry.written_at.unix_ms() as i64),
         Write::DeletePlan(connection) => {
             sqlx::query("DELETE FROM plans WHERE connection_id = ?1").bind(connection.as_str())
         }
-        Write::PutSettings(settings) => {
-            sqlx::query("UPDATE service SET settings = ?1").bind(document(&**settings))
+        Write::PutSettings(entry) => {
+            sqlx::query("UPDATE service SET settings = ?1, settings_revision = ?2, settings_ms = ?3")
+                .bind(document(&entry.settings))
+                .bind(entry.revision as i64)
+                .bind(entry.written_at.unix_ms() as i64)
         }
     }
+}
+
+/// What `write` puts there.
+fn name_of(write: &Write) -> Option<DocumentName> {
+    match write {
+        Write::PutPool(entry) => Some(DocumentName::Pool(entry.pool.id.clone())),
+        Write::PutPlan(entry) => Some(DocumentName::Plan(entry.plan.connection.clone())),
+        Write::DeletePool(..) | Write::DeletePlan(_) | Write::PutSettings(_) => None,
+    }
+}
+
+fn deleted_by(write: &Write) -> Option<DocumentName> {
+    match write {
+        Write::DeletePool(id, _) => Some(DocumentName::Pool(id.clone())),
+        Write::DeletePlan(connection) => Some(DocumentName::Plan(connection.clone())),
+        Write::PutPool(_) | Write::PutPlan(_) | Write::PutSettings(_) => None,
+    }
+}
+
+fn forget_deletion(name: &DocumentName) -> Query<'static, Sqlite, SqliteArguments> {
+    sqlx::query("DELETE FROM deletions WHERE name = ?1").bind(name.to_string())
+}
+
+fn remember_deletion(
+    name: &DocumentName,
+    revision: u64,
+    at: Timestamp,
+) -> Query<'static, Sqlite, SqliteArguments> {
+    sqlx::query("INSERT OR REPLACE INTO deletions (name, revision, deleted_ms) VALUES (?1, ?2, ?3)")
+        .bind(name.to_string())
+        .bind(revision as i64)
+        .bind(at.unix_ms() as i64)
+}
+
+fn read_deletion(row: &SqliteRow) -> Result<(DocumentName, u64, Timestamp), StoreError> {
+    let name = text(row, "name")?;
+    let name = name.parse().map_err(|fault: InvalidField| corrupt("a deletion", name, fault.accepted))?;
+    Ok((name, number(row, "revision")?, Timestamp::from_unix_ms(number(row, "deleted_ms")?)))
 }
 
 fn document(spec: &impl serde::Serialize) -> String {
@@ -144,7 +216,8 @@ fn read_plan(row: &SqliteRow) -> Result<PlanEntry, StoreError> {
     let name = format!("the plan of {}", text(row, "connection_id")?);
     let spec: PlanSpec = parse(&name, &text(row, "document")?)?;
     let plan = Plan::check("plan", &spec).map_err(|faults| invalid(&name, &faults))?;
-    Ok(PlanEntry { plan, revision: number(row, "revision")? })
+    let written_at = Timestamp::from_unix_ms(number(row, "written_ms")?);
+    Ok(PlanEntry { plan, revision: number(row, "revision")?, written_at })
 }
 
 fn read_pool(row: &SqliteRow) -> Result<(Pool, PoolHistory), StoreError> {

@@ -337,29 +337,30 @@ pub(super) fn status(status: Status) -> pb::GetStatusResponse {
         version,
         replica_id,
         config_revision,
+        newest_config_revision,
+        replicas,
         uptime_ms,
         store_driver,
         degraded,
         journal_length,
         warnings,
     } = status;
-    let config_revision = wire_revision(config_revision);
-    let this = pb::ReplicaStatus {
-        replica_id: replica_id.clone(),
-        version: version.to_owned(),
-        config_revision,
-        age: Some(duration(0)),
-    };
+    let replicas = replicas.into_iter().map(|note| pb::ReplicaStatus {
+        replica_id: note.replica_id,
+        version: note.version,
+        config_revision: wire_revision(note.config_revision),
+        age: Some(duration(note.age_ms)),
+    });
     pb::GetStatusResponse {
         version: version.to_owned(),
         replica_id,
         active_store: driver(store_driver),
         degraded,
-        config_revision,
-        newest_config_revision: config_revision,
+        config_revision: wire_revision(config_revision),
+        newest_config_revision: wire_revision(newest_config_revision),
         journal_length: i64::try_from(journal_length).unwrap_or(i64::MAX),
         uptime: Some(duration(uptime_ms)),
-        replicas: vec![this],
+        replicas: replicas.collect(),
         warnings,
     }
 }

@@ -198,6 +198,7 @@ pub(super) fn pool_spec(wire: Option<pb::Pool>) -> Checked<(PoolSpec, u64)> {
         failure_mode: failure_mode_from(failure_mode, &mut faults),
         owner_reserve,
         group,
+        ..PoolSpec::default()
     };
     let Some(revision) = revision.filter(|_| faults.is_empty()) else {
         // What is wrong with the content is said in the same answer. A pool without an id would be given one.
@@ -223,7 +224,7 @@ pub(super) fn plan_spec(wire: Option<pb::Plan>) -> Checked<(PlanSpec, u64)> {
         window,
         limit,
     });
-    let spec = PlanSpec { connection_id, provider, dimensions: dimensions.collect() };
+    let spec = PlanSpec { connection_id, provider, dimensions: dimensions.collect(), ..PlanSpec::default() };
     let revision = revision("plan.revision", given).map_err(|fault| vec![fault])?;
     Ok((spec, revision))
 }
@@ -285,6 +286,7 @@ fn allocation_from(path: &str, wire: pb::Allocation, faults: &mut Faults) -> All
         cap: cap.map(|pb::Cap { value, unit, window }| CapSpec { value, unit: unit_name(unit), window }),
         model_caps: model_caps.collect(),
         exempt,
+        ..AllocationSpec::default()
     }
 }
 

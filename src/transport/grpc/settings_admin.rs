@@ -37,6 +37,6 @@ impl SettingsAdmin for Api {
         &self,
         _: Request<pb::GetStatusRequest>,
     ) -> Result<Response<pb::GetStatusResponse>, Status> {
-        Ok(Response::new(answers::status(self.0.status())))
+        Ok(Response::new(answers::status(self.0.status().await)))
     }
 }

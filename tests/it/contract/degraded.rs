@@ -156,9 +156,10 @@ async fn without_the_shared_counters_costs_and_releases_are_kept_and_nothing_is_
         refusal(pools.reset_usage(reset).await),
     ];
     others.iter().for_each(assert_unavailable);
-    // What is in no counter is there.
+    // What is in no counter is there, and stays as it is: other replicas could not be told.
     assert_eq!(server.list_pools().await.len(), 1);
-    assert!(server.delete_pool("p").await);
+    let delete = pb::DeletePoolRequest { pool_id: pool_id(), revision: 0 };
+    assert_unavailable(&refusal(pools.delete_pool(delete).await));
 }
 
 fn assert_unavailable(refused: &Refusal) {

@@ -114,16 +114,9 @@ async fn a_driver_is_changed_while_the_service_runs_and_chosen_anew_when_it_is_c
     let mut server = TestServer::start_on_sqlite().await;
     // settings | names to clear | driver stored, in use | a URL is stored, known | what is warned of
     type Row<'a> = (Settings, &'a [&'a str], (StoreDriver, StoreDriver), (bool, bool), usize);
-    let rows: [Row<'_>; 8] = [
+    let rows: [Row<'_>; 7] = [
         (with_url(UNREACHABLE), &[], (Unspecified, Sqlite), (true, true), 0),
         (with_driver(Redis), &[], (Redis, Redis), (true, true), 0),
-        (
-            Settings { saturation_threshold: Some(0.4), ..Settings::default() },
-            &[],
-            (Redis, Redis),
-            (true, true),
-            0,
-        ),
         (with_url("redis://user:hidden@127.0.0.1:2"), &[], (Redis, Redis), (true, true), 0),
         // Without a URL there is nothing to reach.
         (Settings::default(), &["redis_url"], (Redis, Sqlite), (false, false), 1),

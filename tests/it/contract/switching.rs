@@ -126,6 +126,7 @@ async fn what_was_acknowledged_is_counted_on_one_side_or_the_other_while_drivers
     timeout(HANGS, both).await.expect("no call hangs");
 
     assert_eq!(read(&acknowledged.refused), 0, "{acknowledged:?}");
+    server.until_the_journal_is_empty().await;
     let in_redis = server.used("p", DAILY).await;
     turn_to(Sqlite).await;
     let in_sqlite = server.used("p", DAILY).await;
@@ -150,11 +151,11 @@ async fn what_sqlite_has_kept_is_there_when_it_is_chosen_again() {
 
     server.switch_to(Redis).await;
     sees("quota_share_reservations_open 0").await;
+
+    server.switch_to(Sqlite).await;
     assert!(server.delete_pool("q").await);
     server.create(pool("q", ["c2"], [hard("A", 100.0)]).with_provider("kimi")).await;
     server.create(pool("r", ["c3"], [hard("A", 100.0)]).with_provider("kimi")).await;
-
-    server.switch_to(Sqlite).await;
     sees("quota_share_reservations_open 1").await;
     assert_eq!(server.used("p", "requests/hourly").await, (5.0, 3.0));
     assert!(told(server.quota().record_consumption(record()).await).duplicate);

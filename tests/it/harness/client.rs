@@ -202,6 +202,20 @@ impl Client {
         }
     }
 
+    /// Waits until it decides by the configuration that `other` has now.
+    pub(crate) async fn until_it_follows(&self, other: &Client) {
+        let wanted = other.status().await.config_revision;
+        let asked = Instant::now();
+        loop {
+            let status = self.status().await;
+            if status.config_revision >= wanted {
+                return;
+            }
+            assert!(asked.elapsed() < PATIENCE, "it stays behind revision {wanted}: {status:?}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
     /// Waits until everything that was kept has reached the counters.
     pub(crate) async fn until_the_journal_is_empty(&self) {
         let asked = Instant::now();

@@ -4,8 +4,8 @@ use futures::future::join_all;
 use sqlx::{ConnectOptions, Connection, sqlite::SqliteConnectOptions};
 
 use crate::harness::{
-    Client, TestProcess, TestRedis, TestServer, UNREACHABLE, cost, dimension, failed_start, hard,
-    pb::{self, Settings, UpdateSettingsRequest, enforce_response::Decision, settings::StoreDriver},
+    Client, TestProcess, TestRedis, TestServer, UNREACHABLE, ask, cost, dimension, failed_start, hard,
+    pb::{self, Settings, UpdateSettingsRequest, settings::StoreDriver},
     pool, redis_is_missing, refusal, spent, tokens, told, usd,
 };
 
@@ -80,12 +80,12 @@ async fn e01_the_environment_chooses_a_driver_and_what_it_cannot_have_is_told_on
     let process = TestProcess::start_with(&[(DRIVER, "redis"), (URL, UNREACHABLE)]).await;
     let status = process.status().await;
     assert_eq!((status.active_store(), status.degraded), (StoreDriver::Redis, true));
-    assert!(process.is_serving().await, "decisions go on");
-    process.create(pool("p", ["c1"], [hard("A", 100.0)]).with_provider("kimi")).await;
-    let answer = process.enforce("A", "c1", None).await;
-    assert_eq!((answer.decision(), answer.degraded), (Decision::Allow, true), "the pool is FAIL_OPEN");
-    let recorded = told(process.quota().record_consumption(spent("A", "c1", tokens(1))).await);
-    assert!(recorded.journaled, "{recorded:?}");
+    // It has never had a configuration, so it cannot say that there is no pool.
+    assert!(!process.is_serving().await);
+    let refused = refusal(process.quota().enforce(ask("A", "c1", None)).await);
+    assert_eq!(refused.reason, "NO_CONFIGURATION");
+    let recorded = refusal(process.quota().record_consumption(spent("A", "c1", tokens(1))).await);
+    assert_eq!(recorded.reason, "NO_CONFIGURATION");
     assert!(process.log().contains("\"driver\":\"redis\""), "{}", process.log());
     let told = format!("{} {status:?} {recorded:?} {:?}", process.log(), process.status().await);
     assert!(!told.contains("hidden"), "{told}");
@@ -175,8 +175,6 @@ async fn e01_the_counters_are_in_the_redis_that_was_set_last() {
 
     // Whoever has the former Redis has what was counted there, and nothing else.
     let former = server.another_replica().await;
-    former.put_plan("c1", [dimension(WINDOW, 100.0)]).await;
-    former.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
     assert_eq!(former.used("p", WINDOW).await, (7.0, 0.0));
 
     // And back again.

@@ -41,12 +41,12 @@ async fn replicas_ten_minutes_apart() -> Option<[TestServer; 2]> {
         TestServer::start_on(&url, Arc::new(Off(-OFF_MS))).await,
         TestServer::start_on(&url, Arc::new(Off(OFF_MS))).await,
     ];
-    for replica in &replicas {
-        replica.put_plan("c1", [dimension(WINDOW, 100.0)]).await;
-        replica.create(pool("p", ["c1"], [hard("A", 50.0), hard("B", 50.0)])).await;
-        let keys = [hard("A", 50.0), hard("B", 50.0)];
-        replica.create(pool("q", ["c2"], keys).with_provider("codex")).await;
-    }
+    let [one, other] = &replicas;
+    one.put_plan("c1", [dimension(WINDOW, 100.0)]).await;
+    one.create(pool("p", ["c1"], [hard("A", 50.0), hard("B", 50.0)])).await;
+    let keys = [hard("A", 50.0), hard("B", 50.0)];
+    one.create(pool("q", ["c2"], keys).with_provider("codex")).await;
+    other.until_it_follows(one).await;
     Some(replicas)
 }
 

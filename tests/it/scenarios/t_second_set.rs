@@ -38,12 +38,11 @@ async fn two_replicas() -> Option<[TestServer; 2]> {
         return None;
     }
     let one = TestServer::start_on_redis().await;
-    let replicas = [one.another_replica().await, one];
-    for replica in &replicas {
-        replica.put_plan("c1", [dimension(HOURLY, 100.0)]).await;
-        replica.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
-    }
-    Some(replicas)
+    let other = one.another_replica().await;
+    one.put_plan("c1", [dimension(HOURLY, 100.0)]).await;
+    one.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
+    other.until_it_follows(&one).await;
+    Some([other, one])
 }
 
 #[tokio::test]
