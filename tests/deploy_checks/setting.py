@@ -93,11 +93,12 @@ def is_known(variable):
 
 
 def services():
-    """The methods of each service of the contract, by its full name."""
+    """The methods of each service of the contract, by its full name, and whether a method's answer is a stream."""
     found = {}
     for proto in (ROOT / "proto" / "quotashare" / "v1").glob("*.proto"):
         for name, body in re.findall(r"^service (\w+) \{(.*?)^\}", proto.read_text(), re.M | re.S):
-            found[f"quotashare.v1.{name}"] = set(re.findall(r"^  rpc (\w+)\(", body, re.M))
+            methods = re.findall(r"^  rpc (\w+)\(.*\) returns \((stream )?", body, re.M)
+            found[f"quotashare.v1.{name}"] = {method: bool(stream) for method, stream in methods}
     return found
 
 
@@ -139,7 +140,8 @@ class Running:
         self.process.communicate(timeout=30)
         self.folder.cleanup()
 
-    def call(self, method, message):
-        """Calls a method of the contract with grpcurl; whatever the answer is."""
+    def call(self, method, message, *, refused=False):
+        """Calls a method of the contract with grpcurl."""
         command = [TOOLS / "grpcurl", "-plaintext", "-d", json.dumps(message), self.grpc, f"quotashare.v1.{method}"]
-        subprocess.run(command, capture_output=True, timeout=30, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        assert (done.returncode != 0) == refused, f"{method}: {done.stdout}{done.stderr}"
