@@ -190,6 +190,11 @@ class Rendered(unittest.TestCase):
         self.assertGreaterEqual(pod(objects)["terminationGracePeriodSeconds"], sleep + stop_seconds_max())
 
     @each_rendering
+    def test_replicas_start_together_and_are_replaced_one_by_one(self, objects):
+        whole = stateful_set(objects)["spec"]
+        self.assertEqual((whole["podManagementPolicy"], whole["updateStrategy"]), ("Parallel", {"type": "RollingUpdate"}))
+
+    @each_rendering
     def test_what_scales_the_replicas_is_alone_in_it(self, objects):
         scalers = of_kind(objects, "HorizontalPodAutoscaler")
         self.assertEqual("replicas" in stateful_set(objects)["spec"], not scalers)

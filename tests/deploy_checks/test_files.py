@@ -133,6 +133,11 @@ class ServiceConfig(unittest.TestCase):
         for method in ("Enforce", None):
             self.assertIn("retryPolicy", self.method_of("quotashare.v1.QuotaShare", method))
 
+    def test_a_timeout_outlasts_what_some_clients_take_off(self):
+        # Clients on gRPC's core library (Python, C++, Ruby, PHP) count it from up to 2 s before the call (grpc/grpc#34547).
+        for entry in self.config["methodConfig"]:
+            self.assertGreaterEqual(seconds(entry.get("timeout", "5s")), 5)
+
     def test_what_streams_has_no_end(self):
         for service, methods in services().items():
             for method, streams in methods.items():

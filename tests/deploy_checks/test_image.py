@@ -71,6 +71,8 @@ class Image(unittest.TestCase):
         self.assertEqual(set(self.config["Volumes"]), {"/data"})
         self.assertEqual(self.config["StopSignal"], "SIGTERM")
         self.assertEqual(self.config["Entrypoint"], ["/usr/local/bin/quota-share"])
+        volume = (self.root / "data").stat()
+        self.assertEqual(f"{volume.st_uid}:{volume.st_gid}", self.config["User"], "volumes take this owner over")
         self.assertEqual(os.listdir(self.root / "usr/local/bin"), ["quota-share"])
 
     def test_it_starts_serves_and_stops_without_rights(self):
