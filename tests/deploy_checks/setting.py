@@ -21,7 +21,16 @@ NO_BINARY = f"skipped: {BINARY.name} is not built (cargo build)"
 VALUES = sorted([*(DEPLOY / "values").glob("*.yaml"), *(ROOT / "tests" / "data" / "deploy").glob("*.yaml")])
 
 # What the chart sets and the program of this version may not know yet.
-COMING = {"QUOTA_AUTH_TOKENS_FILE", "QUOTA_TLS_CERT_FILE", "QUOTA_TLS_KEY_FILE", "QUOTA_TLS_CLIENT_CA_FILE"}
+COMING = {
+    "QUOTA_AUTH_TOKENS_FILE",
+    "QUOTA_MAX_CALLS_IN_FLIGHT",
+    "QUOTA_MAX_CONNECTION_AGE_SECONDS",
+    "QUOTA_REFLECTION",
+    "QUOTA_TLS_CERT_FILE",
+    "QUOTA_TLS_CLIENT_AUTH",
+    "QUOTA_TLS_CLIENT_CA_FILE",
+    "QUOTA_TLS_KEY_FILE",
+}
 
 
 def text(path):

@@ -10,6 +10,7 @@ import yaml
 
 from setting import (
     CHART,
+    COMING,
     DEPLOY,
     VALUES,
     container,
@@ -236,7 +237,7 @@ class Refused(unittest.TestCase):
 
     # What is set | what is said
     CASES = [
-        ([], "auth: nobody would be authenticated: set auth.existingSecret or auth.tokens"),
+        ([], "auth: nobody would be authenticated: set auth.existingSecret or auth.callers"),
         (["auth.insecure=true", "replicas=3"], "store.driver: sqlite counts in the volume of one replica: set store.driver=redis"),
         (["auth.insecure=true", "autoscaling.enabled=true"], "or replicas=1 without autoscaling"),
         (["auth.insecure=true", "store.driver=redis"], "store.redis: the driver redis needs a URL"),
@@ -246,11 +247,12 @@ class Refused(unittest.TestCase):
         (["auth.insecure=true", "store.driver=mongo"], "/store/driver"),
         (["auth.insecure=true", "image.tag=latest"], 'image.tag: "latest" does not say which version runs'),
         (["auth.insecure=true", "image.tag="], 'image.tag: "" does not say which version runs'),
-        (["auth.tokens={hidden}"], "auth.tokens[0] is no line of a tokens file: set it to NAME ROLE SHA256HEX"),
-        (["auth.tokens={a owner " + 64 * "0" + "}"], "where ROLE is router, viewer or admin"),
-        (["auth.tokens={a admin " + 64 * "0" + "}", "auth.existingSecret=s"], "auth: both tokens and existingSecret are set"),
+        (["auth.callers={hidden}"], "auth.callers[0] is no line of a file of callers: set it to NAME ROLE SHA256"),
+        (["auth.callers={a owner " + 64 * "0" + "}"], "where ROLE is router, viewer or admin"),
+        (["auth.callers={a admin " + 64 * "0" + "}", "auth.existingSecret=s"], "auth: both callers and existingSecret are set"),
         (["auth.existingSecret=s", "auth.insecure=true"], "auth.insecure: callers are authenticated, so it must be false"),
-        (["tls.clientCa=true"], "tls.clientCa: client certificates need TLS"),
+        (["tls.clientCertificates=required"], "tls.clientCertificates: they need TLS: set tls.existingSecret"),
+        (["tls.existingSecret=s", "tls.clientCertificates=optional"], "optional lets in who has a token, and there are none"),
         (["auth.existingSecret=s", "autoscaling.enabled=true", "autoscaling.minReplicas=9", "store.driver=redis",
           "store.redis.existingSecret=s"], "autoscaling.minReplicas: 9 is more than maxReplicas, 6"),
         (["auth.insecure=true", "env.QUOTA_STORE_TIMEOUT=5"], "'QUOTA_STORE_TIMEOUT' not allowed"),
@@ -275,7 +277,7 @@ class Refused(unittest.TestCase):
     def test_what_can_be_given_in_env_is_what_the_chart_leaves_open(self):
         properties = yaml.safe_load((CHART / "values.schema.json").read_text())["properties"]["env"]["properties"]
         set_by_chart = {name for values in VALUES for name in environment(rendered(values))} - set(properties)
-        self.assertEqual(set(properties), known_variables() - set_by_chart - {"QUOTA_INSECURE"})
+        self.assertEqual(set(properties) | COMING, (known_variables() | COMING) - (set_by_chart - COMING))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import unittest
 import urllib.request
 from pathlib import Path
 
-from setting import BINARY, COMING, NO_BINARY, VALUES, Running, container, environment, known_variables, rendered, stateful_set
+from setting import BINARY, COMING, NO_BINARY, VALUES, Running, container, environment, known_variables, rendered
 
 TOKENS = "router-1 router " + 64 * "0" + "\n"
 
@@ -51,7 +51,7 @@ class Program(unittest.TestCase):
                     elif name.endswith("_FILE"):
                         given[name] = str(Path(folder, value.rpartition("/")[2]))
                 done = subprocess.run([BINARY, "check"], env=given, capture_output=True, text=True, timeout=30, check=False)
-                self.assertEqual((done.returncode, done.stderr), (0, ""), stateful_set(rendered(values))["metadata"]["name"])
+                self.assertEqual(done.returncode, 0, done.stderr)
                 self.assertIn(f"QUOTA_STORE_DRIVER={given['QUOTA_STORE_DRIVER']}\n", done.stdout)
 
 

@@ -28,15 +28,15 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{- .Values.image.repository }}:{{ .Values.image.tag }}{{ with .Values.image.digest }}@{{ . }}{{ end -}}
 {{- end -}}
 
-{{/* Where the Redis URL and the tokens are: in a Secret that is there already, or in the chart's own. */}}
+{{/* Where the Redis URL and the callers are: in a Secret that is there already, or in the chart's own. */}}
 {{- define "quota-share.redisSecret" -}}
 {{- .Values.store.redis.existingSecret | default (printf "%s-redis" (include "quota-share.fullname" .)) -}}
 {{- end -}}
-{{- define "quota-share.tokensSecret" -}}
-{{- .Values.auth.existingSecret | default (printf "%s-tokens" (include "quota-share.fullname" .)) -}}
+{{- define "quota-share.callersSecret" -}}
+{{- .Values.auth.existingSecret | default (printf "%s-callers" (include "quota-share.fullname" .)) -}}
 {{- end -}}
 
-{{/* Not empty if callers show tokens. */}}
-{{- define "quota-share.hasTokens" -}}
-{{- if or .Values.auth.existingSecret .Values.auth.tokens }}true{{ end -}}
+{{/* Not empty if there is a file of callers. */}}
+{{- define "quota-share.hasCallers" -}}
+{{- if or .Values.auth.existingSecret .Values.auth.callers }}true{{ end -}}
 {{- end -}}
