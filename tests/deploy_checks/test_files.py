@@ -2,12 +2,28 @@
 
 import json
 import re
+import shlex
 import tomllib
 import unittest
+from functools import reduce
 
 import yaml
 
-from setting import CHART, DEPLOY, VALUES, container, environment, is_known, pod, rendered, services, stop_seconds_max, text
+from setting import (
+    CHART,
+    DEPLOY,
+    VALUES,
+    container,
+    environment,
+    helm,
+    is_known,
+    of_kind,
+    pod,
+    rendered,
+    services,
+    stop_seconds_max,
+    text,
+)
 
 CARGO = tomllib.loads(text("Cargo.toml"))["package"]
 
@@ -95,6 +111,36 @@ class Compose(unittest.TestCase):
     def test_a_stop_ends_before_it_is_cut_off(self):
         grace = self.services["quota-share"]["stop_grace_period"]
         self.assertGreaterEqual(int(grace.removesuffix("s")), stop_seconds_max())
+
+
+class Guide(unittest.TestCase):
+    """What README.md tells people to type, and where it sends them."""
+
+    text = text("deploy/README.md")
+
+    def test_every_link_leads_somewhere(self):
+        for target in re.findall(r"\]\((?!https:)([^)#]+)", self.text):
+            self.assertTrue((DEPLOY / target).exists(), target)
+
+    def test_every_installation_renders(self):
+        commands = re.findall(r"^helm install (.*)$", self.text.replace("\\\n", ""), re.M)
+        self.assertEqual(len(commands), 2)
+        for command in commands:
+            done = helm("template", *[word for word in shlex.split(command) if word != "--create-namespace"])
+            self.assertEqual(done.returncode, 0, f"{command}: {done.stderr}")
+
+    def test_every_value_that_is_named_is_one(self):
+        values = yaml.safe_load((CHART / "values.yaml").read_text())
+        named = [path for path in re.findall(r"`([a-z]\w*(?:\.\w+)*)`", self.text) if path.split(".")[0] in values]
+        self.assertGreater(len(named), 5)
+        for path in named:
+            with self.subTest(value=path):
+                reduce(lambda inner, name: inner[name], path.split("."), values)
+
+    def test_the_names_of_services_are_those_of_the_chart(self):
+        services_made = {each["metadata"]["name"] for each in of_kind(rendered(DEPLOY / "values" / "production.yaml"), "Service")}
+        for name in re.findall(r"(?:dns:///|service/|[ `])(quota-share(?:-headless)?)[:.]", self.text):
+            self.assertIn(name, services_made)
 
 
 def seconds(duration):
