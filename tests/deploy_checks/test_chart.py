@@ -125,9 +125,11 @@ class Rendered(unittest.TestCase):
         for probe in probes.values():
             if "grpc" in probe:
                 self.assertIn(probe["grpc"]["service"], {"", *services()})
+                self.assertTrue(environment(objects)["QUOTA_LISTEN"].endswith(f":{probe['grpc']['port']}"))
                 self.assertNotIn("QUOTA_TLS_CERT_FILE", environment(objects), "a gRPC probe speaks no TLS")
             else:
                 self.assertIn(f'"{probe["httpGet"]["path"]}"', text("src/transport/http.rs"))
+                self.assertEqual(probe["httpGet"]["port"], "http")
         # A replica that is not ready is not healed by a restart.
         for name in ("startupProbe", "livenessProbe"):
             self.assertEqual(probes[name]["httpGet"]["path"], "/livez")
