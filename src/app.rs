@@ -1,5 +1,6 @@
 //! The composition root: builds the service, runs it, and takes it apart.
 
+mod doors;
 mod drivers;
 
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
@@ -8,10 +9,13 @@ use tokio::{net::TcpListener, sync::watch, task::JoinHandle, time::timeout};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use self::drivers::Drivers;
+use self::{
+    doors::{Following, doors},
+    drivers::Drivers,
+};
 use crate::{
     clock::Clock,
-    config::Config,
+    config::{Config, InvalidConfig},
     core::{import::Import, settings::Settings},
     service::{AdminError, Counters, Imported, Service, Start},
     store::{
@@ -22,6 +26,7 @@ use crate::{
     transport::{
         grpc::{self, Health},
         http,
+        tls::install_provider,
     },
 };
 
@@ -41,7 +46,7 @@ pub struct Running {
     health: Health,
     server: JoinHandle<Result<(), grpc::ServeError>>,
     pages: Option<JoinHandle<io::Result<()>>>,
-    background: [JoinHandle<()>; 3],
+    background: Vec<JoinHandle<()>>,
     stop: CancellationToken,
     cut_off: CancellationToken,
     service: Service,
@@ -70,6 +75,9 @@ pub enum StartError {
         /// What the system said.
         source: io::Error,
     },
+    /// A file has changed since the configuration was checked, and cannot be used any more.
+    #[error(transparent)]
+    Config(#[from] InvalidConfig),
     /// The data directory cannot be used.
     #[error(transparent)]
     Open(#[from] OpenError),
@@ -97,6 +105,8 @@ pub enum ImportError {
 
 /// Starts the service: the store first, then what decides on it, then the door.
 pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, StartError> {
+    install_provider();
+    let (doors, following) = doors(&config)?;
     let (listener, address) = bind("QUOTA_LISTEN", config.listen).await?;
     let http = match config.http_listen {
         Some(address) => Some(bind("QUOTA_HTTP_LISTEN", address).await?),
@@ -111,7 +121,7 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
     let (stop, cut_off) = (CancellationToken::new(), CancellationToken::new());
     metrics.observe(&service);
     let (health, server) =
-        grpc::server(service.clone(), metrics.rpc(), listener, stop.clone(), &cut_off).await?;
+        grpc::server(service.clone(), metrics.rpc(), doors, listener, stop.clone(), &cut_off).await?;
     let server = tokio::spawn(watch_server(server, health.clone(), stop.clone()));
     let http_address = http.as_ref().map(|(_, address)| *address);
     let pages = http.map(|(listener, _)| {
@@ -122,7 +132,8 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
     let store_watcher = tokio::spawn(watch_stores(store.failing(), service.clone(), health.clone()));
     tracing::info!(driver = service.driver().name(), data = %store.path().display(), pools, http = http_address.map_or_else(|| "off".to_owned(), |address| address.to_string()), "listening on {address}");
     let follower = tokio::spawn(service.clone().follow());
-    let background = [sweeper, store_watcher, follower];
+    let following = following.into_iter().map(Following::start);
+    let background = [sweeper, store_watcher, follower].into_iter().chain(following).collect();
     Ok(Running {
         address,
         http_address,

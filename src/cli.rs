@@ -7,6 +7,7 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     path::{Path, PathBuf},
     process::ExitCode,
+    str::FromStr,
     sync::Arc,
 };
 
@@ -30,7 +31,10 @@ use crate::{
         sqlite::{SqliteDirectory, is_database, read_omniroute},
     },
     telemetry::Tracing,
-    transport::grpc::check_health,
+    transport::{
+        auth::{CallerName, NewToken, Role},
+        grpc::check_health,
+    },
 };
 
 /// The largest document that is read: several times the export of a store that is full.
@@ -86,11 +90,36 @@ enum Command {
         #[arg(long, env = "QUOTA_LISTEN", value_name = "IP:PORT", hide_env_values = true)]
         quota_listen: Option<String>,
     },
+    /// Make a token by which a caller is known
+    Token {
+        #[command(subcommand)]
+        command: TokenCommand,
+    },
 }
 
+#[derive(Debug, Subcommand)]
+#[command(disable_help_subcommand = true)]
+enum TokenCommand {
+    /// Print a new token, which is kept nowhere, and its line for QUOTA_AUTH_TOKENS_FILE
+    #[command(after_help = TOKEN_HELP)]
+    New {
+        /// Whose it is, as audit lines name its owner
+        #[arg(long)]
+        name: String,
+        /// What its owner may do: router, viewer or admin
+        #[arg(long)]
+        role: String,
+    },
+}
+
+const TOKEN_HELP: &str = "\
+Give the token to its owner, who sends it as the metadata `authorization: Bearer TOKEN`, and append the line to the
+file that QUOTA_AUTH_TOKENS_FILE names; a running service reads it within seconds. A name may have several tokens: to
+replace one, add the new line, wait until the new token is in use, and remove the old line.";
+
 const CHECK_HELP: &str = "\
-Exits with 0, or with 2 after naming every mistake. Secrets are masked. Nothing is started and no data looked at:
-settings that are stored (SettingsAdmin) win over those printed.";
+Exits with 0, or with 2 after naming every mistake, also those in the files that are named. Secrets are masked. Nothing
+is started and no data looked at: settings that are stored (SettingsAdmin) win over those printed.";
 
 const IMPORT_HELP: &str = "\
 All of FILE is taken over or nothing, and nothing where there are pools already. What had to be changed to make it fit
@@ -129,6 +158,7 @@ impl Cli {
             Command::Import { file, data } => import(&file, data).await,
             Command::Export { data } => export(data).await,
             Command::Healthcheck { service, quota_listen } => healthcheck(&service, quota_listen).await,
+            Command::Token { command: TokenCommand::New { name, role } } => new_token(&name, &role),
         };
         match done {
             Ok(()) => ExitCode::SUCCESS,
@@ -225,6 +255,16 @@ async fn healthcheck(service: &str, quota_listen: Option<String>) -> Result<(), 
     let config = Config::check(&Args { quota_listen, quota_insecure, ..Args::default() })?;
     check_health(reachable(config.listen), service).await?;
     print("SERVING\n")
+}
+
+fn new_token(name: &str, role: &str) -> Result<(), Failure> {
+    let refused = |option: &str, given: &str, accepted: &str| -> Failure {
+        format!("--{option} {given:?} is not valid: use {accepted}").into()
+    };
+    let name = CallerName::from_str(name).map_err(|accepted| refused("name", name, accepted))?;
+    let role = Role::from_str(role).map_err(|accepted| refused("role", role, accepted))?;
+    let NewToken { token, line } = NewToken::of(rand::random(), &name, role);
+    print(&format!("{token}\n\n# the line for QUOTA_AUTH_TOKENS_FILE:\n{line}\n"))
 }
 
 /// A server that listens on every address is asked on this machine's own.

@@ -1,6 +1,12 @@
 //! Everything that an operator can set, read once at start.
 
-use std::{fmt, net::SocketAddr, path::PathBuf, str::FromStr, time::Duration};
+use std::{
+    fmt,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    str::FromStr,
+    time::Duration,
+};
 
 use clap::Parser;
 
@@ -12,6 +18,7 @@ use crate::{
         settings::{RETENTION_DAYS_MAX, StoreDriver, StoredSettings},
     },
     store::{Configured, redis::RedisUrl},
+    transport::{auth::Callers, tls},
 };
 
 /// The variables as they were given, not yet checked. Each can be set as a flag or, by the same name, in the
@@ -27,6 +34,30 @@ pub struct Args {
     /// Listen beyond this machine although nobody is authenticated: true or false [default: false]
     #[arg(long, env = "QUOTA_INSECURE", value_name = "BOOL", hide_env_values = true)]
     pub quota_insecure: Option<String>,
+    /// Who may call and what: a file with a line NAME ROLE SHA256 or NAME ROLE san:NAME for each; read again when it changes
+    #[arg(long, env = "QUOTA_AUTH_TOKENS_FILE", value_name = "FILE", hide_env_values = true)]
+    pub quota_auth_tokens_file: Option<String>,
+    /// The server's certificate and those of its issuers, in PEM: connections use TLS then; read again when it changes
+    #[arg(long, env = "QUOTA_TLS_CERT_FILE", value_name = "FILE", hide_env_values = true)]
+    pub quota_tls_cert_file: Option<String>,
+    /// The private key of QUOTA_TLS_CERT_FILE, in PEM
+    #[arg(long, env = "QUOTA_TLS_KEY_FILE", value_name = "FILE", hide_env_values = true)]
+    pub quota_tls_key_file: Option<String>,
+    /// Who issues the certificates of callers, in PEM: nobody connects without one then
+    #[arg(long, env = "QUOTA_TLS_CLIENT_CA_FILE", value_name = "FILE", hide_env_values = true)]
+    pub quota_tls_client_ca_file: Option<String>,
+    /// Whether a caller without a certificate may use a token: required (it may not) or optional [default: required]
+    #[arg(long, env = "QUOTA_TLS_CLIENT_AUTH", value_name = "WORD", hide_env_values = true)]
+    pub quota_tls_client_auth: Option<String>,
+    /// Describe the service to grpcurl and the like: true or false [default: true]
+    #[arg(long, env = "QUOTA_REFLECTION", value_name = "BOOL", hide_env_values = true)]
+    pub quota_reflection: Option<String>,
+    /// How many decisions and records are worked on at once; more are refused: 1 to 1000000 [default: 10000]
+    #[arg(long, env = "QUOTA_MAX_CALLS_IN_FLIGHT", value_name = "NUMBER", hide_env_values = true)]
+    pub quota_max_calls_in_flight: Option<String>,
+    /// After how long a connection is closed, give or take a tenth: 1 to 86400 [default: 600]
+    #[arg(long, env = "QUOTA_MAX_CONNECTION_AGE_SECONDS", value_name = "SECONDS", hide_env_values = true)]
+    pub quota_max_connection_age_seconds: Option<String>,
     /// The folder of the service's data; made if it is missing [default: ./data]
     #[arg(long, env = "DATA_DIR", value_name = "FOLDER", hide_env_values = true)]
     pub data_dir: Option<String>,
@@ -97,6 +128,51 @@ pub struct Otlp {
     pub metrics: bool,
 }
 
+/// Whether callers need a certificate of `QUOTA_TLS_CLIENT_CA_FILE`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClientCertificates {
+    /// Nobody connects without one.
+    Required,
+    /// A token will do.
+    Optional,
+}
+
+impl TlsFiles {
+    /// The file that `variable` names.
+    fn path(&self, variable: &str) -> &Path {
+        match (variable, &self.client_ca) {
+            ("QUOTA_TLS_KEY_FILE", _) => &self.key,
+            ("QUOTA_TLS_CLIENT_CA_FILE", Some(client_ca)) => client_ca,
+            _ => &self.cert,
+        }
+    }
+}
+
+impl FromStr for ClientCertificates {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "required" => Ok(Self::Required),
+            "optional" => Ok(Self::Optional),
+            _ => Err(()),
+        }
+    }
+}
+
+/// What connections are encrypted with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// `QUOTA_TLS_CERT_FILE`
+    pub cert: PathBuf,
+    /// `QUOTA_TLS_KEY_FILE`
+    pub key: PathBuf,
+    /// `QUOTA_TLS_CLIENT_CA_FILE`
+    pub client_ca: Option<PathBuf>,
+    /// `QUOTA_TLS_CLIENT_AUTH`, of use where there is a `client_ca`
+    pub client_certificates: ClientCertificates,
+}
+
 /// A configuration that can be run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
@@ -108,6 +184,16 @@ pub struct Config {
     pub otlp: Otlp,
     /// `QUOTA_INSECURE`
     pub insecure: bool,
+    /// `QUOTA_AUTH_TOKENS_FILE`
+    pub auth_tokens_file: Option<PathBuf>,
+    /// `QUOTA_TLS_*`; `None`: connections are not encrypted
+    pub tls: Option<TlsFiles>,
+    /// `QUOTA_REFLECTION`
+    pub reflection: bool,
+    /// `QUOTA_MAX_CALLS_IN_FLIGHT`, at least 1
+    pub max_calls_in_flight: u32,
+    /// `QUOTA_MAX_CONNECTION_AGE_SECONDS`, at least 1
+    pub max_connection_age_seconds: u32,
     /// `DATA_DIR`
     pub data_dir: PathBuf,
     /// `QUOTA_STORE_DRIVER`, unless an administrator has stored another
@@ -176,6 +262,21 @@ impl Config {
             http_listen,
             otlp: vars.otlp(&args.otel),
             insecure,
+            auth_tokens_file: None,
+            tls: None,
+            reflection: vars.read("QUOTA_REFLECTION", &args.quota_reflection, "true", "true or false"),
+            max_calls_in_flight: vars.whole(
+                "QUOTA_MAX_CALLS_IN_FLIGHT",
+                &args.quota_max_calls_in_flight,
+                "10000",
+                CALLS_IN_FLIGHT_MAX,
+            ),
+            max_connection_age_seconds: vars.whole(
+                "QUOTA_MAX_CONNECTION_AGE_SECONDS",
+                &args.quota_max_connection_age_seconds,
+                "600",
+                CONNECTION_AGE_SECONDS_MAX,
+            ),
             data_dir: vars.read("DATA_DIR", &args.data_dir, "./data", "a folder"),
             store_driver: StoreDriver::Sqlite,
             redis_url_unreadable: redis_url_given.is_some() && redis_url.is_none(),
@@ -225,18 +326,48 @@ impl Config {
                 (StoreDriver::Sqlite, vec![warning])
             }
         };
-        for (variable, address) in [("QUOTA_LISTEN", Some(listen)), ("QUOTA_HTTP_LISTEN", http_listen)] {
-            if let Some(address) = address.filter(|address| !address.ip().is_loopback() && !insecure) {
-                let accepted = "a loopback address such as 127.0.0.1:50051: this version authenticates nobody. To serve \
-                                everybody who can reach the address, set QUOTA_INSECURE=true";
-                vars.refuse(variable, &address.to_string(), accepted);
-            }
+        let (tls, auth_tokens_file) = (vars.tls(args), file(&args.quota_auth_tokens_file));
+        let certificates =
+            tls.as_ref().and_then(|tls| tls.client_ca.as_ref().map(|_| tls.client_certificates));
+        let names_certificates = auth_tokens_file.as_deref().is_some_and(|file| vars.callers(file));
+        if certificates == Some(ClientCertificates::Optional) && auth_tokens_file.is_none() {
+            let accepted = "required: without QUOTA_AUTH_TOKENS_FILE there are no tokens";
+            vars.refuse("QUOTA_TLS_CLIENT_AUTH", "optional", accepted);
         }
+        let authenticated = auth_tokens_file.is_some() || certificates.is_some();
+        vars.addresses(listen, http_listen, insecure || authenticated);
+        let config = Config { store_driver, warnings, tls, auth_tokens_file, ..config };
         if vars.refused.is_empty() {
-            Ok(Config { store_driver, warnings, ..config })
+            Ok(config.with_warnings_of_callers(names_certificates))
         } else {
             Err(InvalidConfig(vars.refused))
         }
+    }
+
+    fn with_warnings_of_callers(mut self, names_certificates: bool) -> Self {
+        let client_ca = self.tls.as_ref().is_some_and(|tls| tls.client_ca.is_some());
+        let mut warn = |warning: &str| self.warnings.push(warning.to_owned());
+        if self.auth_tokens_file.is_some() && self.tls.is_none() && !self.listen.ip().is_loopback() {
+            warn(
+                "tokens are sent without encryption, for everybody on the way to read: set QUOTA_TLS_CERT_FILE and \
+                 QUOTA_TLS_KEY_FILE",
+            );
+        }
+        if names_certificates && !client_ca {
+            warn(
+                "QUOTA_AUTH_TOKENS_FILE names certificates, which nobody is asked for: set QUOTA_TLS_CLIENT_CA_FILE",
+            );
+        }
+        if client_ca && self.auth_tokens_file.is_none() {
+            warn(
+                "whoever has a certificate of QUOTA_TLS_CLIENT_CA_FILE may do everything: set QUOTA_AUTH_TOKENS_FILE to \
+                 give out roles",
+            );
+        }
+        if self.insecure && !self.listen.ip().is_loopback() && self.auth_tokens_file.is_none() && !client_ca {
+            warn("QUOTA_INSECURE=true: whoever reaches QUOTA_LISTEN may do everything");
+        }
+        self
     }
 }
 
@@ -255,6 +386,11 @@ impl Config {
         Duration::from_millis(self.store_timeout_ms.into())
     }
 
+    /// When a connection is closed, give or take a tenth.
+    pub fn connection_age_max(&self) -> Duration {
+        Duration::from_secs(self.max_connection_age_seconds.into())
+    }
+
     /// What is not as it was asked for while `stored` is stored, and what is done instead.
     pub fn warnings_with(&self, stored: &StoredSettings) -> Vec<String> {
         let store = self.store();
@@ -268,6 +404,11 @@ impl Config {
             http_listen,
             otlp: Otlp { traces, metrics },
             insecure,
+            auth_tokens_file,
+            tls,
+            reflection,
+            max_calls_in_flight,
+            max_connection_age_seconds,
             data_dir,
             store_driver: _,
             redis_url,
@@ -284,10 +425,23 @@ impl Config {
         let http_listen = http_listen.map_or_else(|| "off".to_owned(), |address| address.to_string());
         let exported = |exported: bool| if exported { "exported" } else { "not exported" };
         let redis_url = if redis_url.is_some() { "***" } else { "" };
+        let path = |path: Option<&PathBuf>| path.map_or_else(String::new, |path| path.display().to_string());
+        let client_auth = match tls.as_ref().map(|tls| tls.client_certificates) {
+            Some(ClientCertificates::Optional) => "optional",
+            Some(ClientCertificates::Required) | None => "required",
+        };
         let variables = [
             ("QUOTA_LISTEN", listen.to_string()),
             ("QUOTA_HTTP_LISTEN", http_listen),
             ("QUOTA_INSECURE", insecure.to_string()),
+            ("QUOTA_AUTH_TOKENS_FILE", path(auth_tokens_file.as_ref())),
+            ("QUOTA_TLS_CERT_FILE", path(tls.as_ref().map(|tls| &tls.cert))),
+            ("QUOTA_TLS_KEY_FILE", path(tls.as_ref().map(|tls| &tls.key))),
+            ("QUOTA_TLS_CLIENT_CA_FILE", path(tls.as_ref().and_then(|tls| tls.client_ca.as_ref()))),
+            ("QUOTA_TLS_CLIENT_AUTH", client_auth.to_owned()),
+            ("QUOTA_REFLECTION", reflection.to_string()),
+            ("QUOTA_MAX_CALLS_IN_FLIGHT", max_calls_in_flight.to_string()),
+            ("QUOTA_MAX_CONNECTION_AGE_SECONDS", max_connection_age_seconds.to_string()),
             ("DATA_DIR", data_dir.display().to_string()),
             ("QUOTA_STORE_DRIVER", store_driver.to_owned()),
             ("QUOTA_STORE_REDIS_URL", redis_url.to_owned()),
@@ -304,12 +458,21 @@ impl Config {
     }
 }
 
+/// More would be more than a process has memory for.
+const CALLS_IN_FLIGHT_MAX: u32 = 1_000_000;
+/// A connection that is a day old keeps what was rotated since.
+const CONNECTION_AGE_SECONDS_MAX: u32 = 86_400;
 /// A figure that is a day old says nothing of now.
 const SIGNAL_TTL_SECONDS_MAX: u32 = 86_400;
 /// A router has given up long before.
 const STORE_TIMEOUT_MS_MAX: u32 = 60_000;
 const SOCKET: &str = "an address and a port, such as 127.0.0.1:50051";
 const SOCKET_OR_OFF: &str = "an address and a port, such as 127.0.0.1:9090, or off";
+
+/// The file that a variable names, if any.
+fn file(given: &Option<String>) -> Option<PathBuf> {
+    given.as_deref().filter(|path| !path.is_empty()).map(PathBuf::from)
+}
 
 /// Reads variables and collects the mistakes in them.
 #[derive(Default)]
@@ -371,6 +534,64 @@ impl Vars {
             self.refuse("OTEL_EXPORTER_OTLP_PROTOCOL", protocol, "grpc, the only protocol of this version");
         }
         otlp
+    }
+
+    /// The files of TLS, which are read to see whether they can be used.
+    fn tls(&mut self, args: &Args) -> Option<TlsFiles> {
+        let accepted = "required or optional";
+        let client_certificates =
+            self.read("QUOTA_TLS_CLIENT_AUTH", &args.quota_tls_client_auth, "required", accepted);
+        let client_ca = file(&args.quota_tls_client_ca_file);
+        let (cert, key) = match (file(&args.quota_tls_cert_file), file(&args.quota_tls_key_file)) {
+            (Some(cert), Some(key)) => (cert, key),
+            (None, None) if client_ca.is_none() => return None,
+            (cert, key) => {
+                let together = "a file in PEM: QUOTA_TLS_CERT_FILE and QUOTA_TLS_KEY_FILE are set together, also for \
+                                QUOTA_TLS_CLIENT_CA_FILE";
+                for (variable, missing) in
+                    [("QUOTA_TLS_CERT_FILE", cert.is_none()), ("QUOTA_TLS_KEY_FILE", key.is_none())]
+                {
+                    if missing {
+                        self.refuse(variable, "", together);
+                    }
+                }
+                return None;
+            }
+        };
+        let tls = TlsFiles { cert, key, client_ca, client_certificates };
+        if let Err(faults) = tls::read(&tls).and_then(|content| tls::build(&tls, &content)) {
+            for tls::TlsFault { variable, fault } in faults {
+                self.refuse_file(variable, tls.path(variable), &fault);
+            }
+        }
+        Some(tls)
+    }
+
+    /// Whether the file of callers names certificates.
+    fn callers(&mut self, file: &Path) -> bool {
+        match Callers::read(file) {
+            Ok(callers) => callers.name_certificates(),
+            Err(faults) => {
+                faults.iter().for_each(|fault| self.refuse_file("QUOTA_AUTH_TOKENS_FILE", file, fault));
+                false
+            }
+        }
+    }
+
+    fn refuse_file(&mut self, variable: &'static str, path: &Path, fault: &str) {
+        self.refuse(variable, &path.display().to_string(), &format!("a file that can be used: {fault}"));
+    }
+
+    /// Nobody but this machine is served by accident.
+    fn addresses(&mut self, listen: SocketAddr, http_listen: Option<SocketAddr>, allowed: bool) {
+        for (variable, address) in [("QUOTA_LISTEN", Some(listen)), ("QUOTA_HTTP_LISTEN", http_listen)] {
+            if let Some(address) = address.filter(|address| !address.ip().is_loopback() && !allowed) {
+                let accepted = "a loopback address such as 127.0.0.1:50051, or set QUOTA_AUTH_TOKENS_FILE or \
+                                QUOTA_TLS_CLIENT_CA_FILE, so that callers are authenticated. To serve everybody who can \
+                                reach the address, set QUOTA_INSECURE=true";
+                self.refuse(variable, &address.to_string(), accepted);
+            }
+        }
     }
 
     fn fraction(&mut self, variable: &'static str, given: &Option<String>, default: &str) -> f64 {

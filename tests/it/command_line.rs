@@ -14,6 +14,8 @@ async fn each_command_explains_itself() {
         (&["import", "--help"], include_str!("../data/help/import.txt")),
         (&["export", "--help"], include_str!("../data/help/export.txt")),
         (&["healthcheck", "--help"], include_str!("../data/help/healthcheck.txt")),
+        (&["token", "--help"], include_str!("../data/help/token.txt")),
+        (&["token", "new", "--help"], include_str!("../data/help/token-new.txt")),
     ];
     for (args, want) in cases {
         let ended = run(args, &[]).await;
@@ -39,6 +41,14 @@ async fn check_prints_what_is_in_force_and_no_secret() {
     let want = "QUOTA_LISTEN=127.0.0.1:50051\n\
                 QUOTA_HTTP_LISTEN=off\n\
                 QUOTA_INSECURE=false\n\
+                QUOTA_AUTH_TOKENS_FILE=\n\
+                QUOTA_TLS_CERT_FILE=\n\
+                QUOTA_TLS_KEY_FILE=\n\
+                QUOTA_TLS_CLIENT_CA_FILE=\n\
+                QUOTA_TLS_CLIENT_AUTH=required\n\
+                QUOTA_REFLECTION=true\n\
+                QUOTA_MAX_CALLS_IN_FLIGHT=10000\n\
+                QUOTA_MAX_CONNECTION_AGE_SECONDS=600\n\
                 DATA_DIR=/nowhere\n\
                 QUOTA_STORE_DRIVER=sqlite\n\
                 QUOTA_STORE_REDIS_URL=***\n\

@@ -10,21 +10,16 @@ use proptest::{
 };
 use prost::{
     Message,
-    bytes::{Buf, BufMut},
+    bytes::BufMut,
     encoding::{WireType, encode_key, encode_varint},
 };
 use prost_types::{
     DescriptorProto, FieldDescriptorProto, FileDescriptorSet,
     field_descriptor_proto::{Label, Type},
 };
-use tonic::{
-    Code, Request, Status,
-    client::Grpc,
-    codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder},
-    codegen::http::uri::PathAndQuery,
-};
+use tonic::{Code, Status};
 
-use crate::harness::{Client, TestServer, ask, dimension, hard, pb, pool, tokens, told};
+use crate::harness::{Client, TestServer, ask, call_raw, dimension, hard, pb, pool, tokens, told};
 
 /// One message to one method.
 #[derive(Clone)]
@@ -122,50 +117,7 @@ impl State {
 
 /// Sends the bytes as they are. Of a stream the first answer is enough.
 async fn send(client: &Client, call: &Call) -> Result<(), Status> {
-    let mut grpc = Grpc::new(client.channel());
-    let ready = grpc.ready().await;
-    ready.map_err(|error| Status::unknown(format!("the server is gone: {error}")))?;
-    let path = PathAndQuery::try_from(call.path.as_str()).expect("a path");
-    let answers = grpc.server_streaming(Request::new(call.message.clone()), path, RawCodec).await?;
-    answers.into_inner().message().await.map(|_| ())
-}
-
-/// Takes messages for the bytes that they are.
-#[derive(Clone, Copy, Debug, Default)]
-struct RawCodec;
-
-impl Codec for RawCodec {
-    type Encode = Vec<u8>;
-    type Decode = Vec<u8>;
-    type Encoder = Self;
-    type Decoder = Self;
-
-    fn encoder(&mut self) -> Self {
-        Self
-    }
-
-    fn decoder(&mut self) -> Self {
-        Self
-    }
-}
-
-impl Encoder for RawCodec {
-    type Item = Vec<u8>;
-    type Error = Status;
-
-    fn encode(&mut self, message: Vec<u8>, buffer: &mut EncodeBuf<'_>) -> Result<(), Status> {
-        buffer.put_slice(&message);
-        Ok(())
-    }
-}
-
-impl Decoder for RawCodec {
-    type Item = Vec<u8>;
-    type Error = Status;
-
-    fn decode(&mut self, buffer: &mut DecodeBuf<'_>) -> Result<Option<Vec<u8>>, Status> {
-        Ok(Some(buffer.copy_to_bytes(buffer.remaining()).to_vec()))
-    }
+    call_raw(client.channel(), &call.path, call.message.clone(), None).await.map(|_| ())
 }
 
 /// How far a message goes.

@@ -2,6 +2,7 @@
 //! program as a process.
 
 mod account_properties;
+mod auth;
 mod brute_force;
 mod cases;
 mod codex_hour;

@@ -13,7 +13,6 @@ use opentelemetry::propagation::Extractor;
 use prost::Message;
 use tonic::{
     Code, Status,
-    body::Body,
     codegen::http::{HeaderMap, Request, Response},
 };
 use tower::{Layer, Service};
@@ -61,13 +60,14 @@ pub(super) struct Observe<S> {
     methods: Arc<Methods>,
 }
 
-impl<S, B> Service<Request<B>> for Observe<S>
+impl<S, B, A> Service<Request<B>> for Observe<S>
 where
-    S: Service<Request<B>, Response = Response<Body>>,
+    S: Service<Request<B>, Response = Response<A>>,
     S::Future: Send + 'static,
     S::Error: Send + 'static,
+    A: Send + 'static,
 {
-    type Response = Response<Body>;
+    type Response = Response<A>;
     type Error = S::Error;
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
 

@@ -5,10 +5,12 @@ use std::{collections::HashMap, time::Duration};
 use tonic::{Code, Status, body::Body, codegen::http::Response};
 use tonic_types::{ErrorDetails, FieldViolation, StatusExt};
 
+use super::{edge::Late, methods::Method};
 use crate::{
     core::{directory::ChangeRefused, ids::InvalidField, ledger::Contradiction},
     service::AdminError,
     store::{LedgerError, StoreError},
+    transport::auth::{Access, Refused},
 };
 
 /// The domain of the `reason` in a google.rpc.ErrorInfo.
@@ -91,6 +93,56 @@ fn unavailable(message: String, reason: &str) -> Status {
 /// UNAVAILABLE: the server is stopping; another replica, or this one in a moment, can go on.
 pub(super) fn draining() -> Status {
     unavailable("this replica is stopping: call again".to_owned(), "DRAINING")
+}
+
+/// UNAVAILABLE: so many calls of its kind are in flight that this one was not looked at.
+pub(super) fn overloaded(of_decisions: bool, calls_max: usize) -> Status {
+    let set_by = if of_decisions { " (QUOTA_MAX_CALLS_IN_FLIGHT)" } else { "" };
+    let message =
+        format!("{calls_max} such calls are in flight already{set_by}: nothing was done, call again");
+    unavailable(message, "OVERLOADED")
+}
+
+/// DEADLINE_EXCEEDED: nobody waits for the answer any more.
+pub(super) fn late(late: Late) -> Status {
+    let message = match late {
+        Late::Before => "the caller's deadline had passed before the call was begun: nothing was done",
+        Late::Meanwhile => {
+            "the caller's deadline passed before there was an answer, and whether the call had an effect is not known: \
+             sent again with the same request_id, idempotency_key or reservation_id it has it once"
+        }
+    };
+    with_info(Code::DeadlineExceeded, message.to_owned(), "DEADLINE_PASSED", &[])
+}
+
+/// UNAUTHENTICATED or PERMISSION_DENIED, with what `method` needs. What the caller has shown is told by nothing.
+pub(super) fn not_admitted(method: &Method, refused: Refused) -> Status {
+    let name = method.name;
+    let needs = match method.access {
+        Access::Needs(role) => format!("the role {}", role.name()),
+        Access::Open | Access::AnyRole => "any role".to_owned(),
+    };
+    const TOKEN: &str = "send the metadata \"authorization: Bearer TOKEN\"";
+    let (code, reason, why) = match &refused {
+        Refused::Anonymous => (Code::Unauthenticated, "CREDENTIALS_MISSING", TOKEN.to_owned()),
+        Refused::Malformed => (Code::Unauthenticated, "CREDENTIALS_MALFORMED", TOKEN.to_owned()),
+        Refused::UnknownToken => {
+            (Code::Unauthenticated, "TOKEN_UNKNOWN", "the token is not known".to_owned())
+        }
+        Refused::UnknownCertificate => {
+            let why = "no name in the certificate has a role, and there is no token";
+            (Code::PermissionDenied, "CERTIFICATE_WITHOUT_ROLE", why.to_owned())
+        }
+        Refused::Role(caller) => {
+            let why = format!("{} has the role {}", caller.name, caller.role.name());
+            (Code::PermissionDenied, "ROLE_NOT_ENOUGH", why)
+        }
+    };
+    let mut metadata = vec![("method", name.to_owned()), ("needs", needs.clone())];
+    if let Refused::Role(caller) = refused {
+        metadata.extend([("caller", caller.name.to_string()), ("role", caller.role.name().to_owned())]);
+    }
+    with_info(code, format!("{name} needs {needs}: {why}"), reason, &metadata)
 }
 
 pub(super) fn of_change(refused: ChangeRefused) -> Status {

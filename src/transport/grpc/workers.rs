@@ -6,7 +6,7 @@
 use std::{io, net::TcpStream as StdStream, num::NonZero, thread, time::Duration};
 
 use tokio::{
-    net::{TcpListener, TcpStream},
+    net::TcpListener,
     runtime, select,
     sync::{
         mpsc::{self, error::TrySendError},
@@ -14,7 +14,6 @@ use tokio::{
     },
     time::sleep,
 };
-use tokio_stream::{Stream, StreamExt, wrappers::ReceiverStream};
 use tokio_util::sync::CancellationToken;
 
 /// Connections that were accepted and that a thread has not taken yet.
@@ -31,45 +30,38 @@ pub enum ServeError {
     /// A thread could not be started.
     #[error("a thread for connections cannot be started: {0}")]
     Thread(#[from] io::Error),
-    /// The server of a thread has failed.
-    #[error(transparent)]
-    Server(#[from] tonic::transport::Error),
     /// A thread has panicked.
     #[error("a thread for connections has panicked")]
     Panicked,
 }
 
-/// The connections that one thread serves.
-pub(super) type Connections = std::pin::Pin<Box<dyn Stream<Item = io::Result<TcpStream>> + Send>>;
-
 /// A thread that takes connections until none can come and those that it has are closed.
 #[derive(Debug)]
 pub(super) struct Worker {
     connections: mpsc::Sender<StdStream>,
-    ended: oneshot::Receiver<Result<(), tonic::transport::Error>>,
+    ended: oneshot::Receiver<()>,
 }
 
 /// Starts a thread for each core, which runs what `serve` makes of its connections, until `cut_off` at the latest.
 pub(super) fn start<F>(
-    serve: impl Fn(Connections) -> F,
+    serve: impl Fn(mpsc::Receiver<StdStream>) -> F,
     cut_off: &CancellationToken,
 ) -> Result<Vec<Worker>, ServeError>
 where
-    F: Future<Output = Result<(), tonic::transport::Error>> + Send + 'static,
+    F: Future<Output = ()> + Send + 'static,
 {
     let cores = thread::available_parallelism().map_or(1, NonZero::get);
     let worker = |number: usize| {
         let (connections, receiver) = mpsc::channel(WAITING_MAX);
         let (tell, ended) = oneshot::channel();
-        let incoming = ReceiverStream::new(receiver).map(TcpStream::from_std);
-        let serving = cut_off.clone().run_until_cancelled_owned(serve(Box::pin(incoming)));
+        let serving = cut_off.clone().run_until_cancelled_owned(serve(receiver));
         let runtime = runtime::Builder::new_current_thread().enable_all().build()?;
         thread::Builder::new().name(format!("grpc-{number}")).spawn(move || {
-            let result = runtime.block_on(serving).unwrap_or(Ok(()));
+            runtime.block_on(serving);
             // With it go the calls that were cut off.
             drop(runtime);
             // Nobody asks where the start has failed.
-            let _ = tell.send(result);
+            let _ = tell.send(());
         })?;
         Ok(Worker { connections, ended })
     };
@@ -91,7 +83,7 @@ pub(super) async fn run(
     drop((listener, connections));
     let mut all = Ok(());
     for ended in ended {
-        all = all.and(ended.await.map_err(|_| ServeError::Panicked)?.map_err(ServeError::from));
+        all = all.and(ended.await.map_err(|_| ServeError::Panicked));
     }
     all
 }

@@ -8,7 +8,9 @@
 //! | `proxy`      | [`Proxy`]: a connection that is slow, cut, hung, or loses answers, at will       |
 //! | `ports`      | ports for what has to come back on the same one                                  |
 //! | `client`     | [`Client`]: one connection; a call is one line, a refusal is a panic             |
+//! | `raw`        | [`call_raw`]: any method, with any bytes and token                               |
 //! | `requests`   | pools, plans, costs and calls, as terse as a table's row                         |
+//! | `tokens`     | [`Token`], [`TokensFile`]: who may call                                          |
 //! | `answers`    | [`Verdict`], [`Refusal`] and look-ups in usage                                   |
 
 mod answers;
@@ -16,20 +18,24 @@ mod client;
 mod ports;
 mod process;
 mod proxy;
+mod raw;
 mod redis;
 mod requests;
 mod server;
+mod tokens;
 
 pub(crate) use answers::{Refusal, Verdict, blocked, millis, refusal, unix_ms};
 pub(crate) use client::{Client, UNREACHABLE, told};
 pub(crate) use process::{Ended, PATIENCE, TestProcess, end_of, failed_start, run};
 pub(crate) use proxy::Proxy;
+pub(crate) use raw::{call_raw, paths_of};
 pub(crate) use redis::{TestCluster, TestRedis, redis_is_missing};
 pub(crate) use requests::{
     ask, burst, codex, cost, dimension, exempt, hard, percent, pool, requests, said, soft, spent, tokens,
     unlimited, usd,
 };
 pub(crate) use server::{T0, TestServer};
+pub(crate) use tokens::{Token, TokensFile};
 
 /// The contract as a client sees it: generated again, since the library keeps its wire types to itself.
 #[allow(
