@@ -34,6 +34,7 @@ use crate::{
     transport::{
         auth::{CallerName, NewToken, Role},
         grpc::check_health,
+        tls::client_config,
     },
 };
 
@@ -82,19 +83,31 @@ enum Command {
     },
     /// Ask a running service on this machine whether it serves
     #[command(after_help = HEALTHCHECK_HELP)]
-    Healthcheck {
-        /// Only this service, such as quotashare.v1.QuotaShare [default: all of them]
-        #[arg(long, value_name = "NAME", default_value = "", hide_default_value = true)]
-        service: String,
-        /// Where gRPC is served, as IP:PORT [default: 127.0.0.1:50051]
-        #[arg(long, env = "QUOTA_LISTEN", value_name = "IP:PORT", hide_env_values = true)]
-        quota_listen: Option<String>,
-    },
+    Healthcheck(HealthcheckArgs),
     /// Make a token by which a caller is known
     Token {
         #[command(subcommand)]
         command: TokenCommand,
     },
+}
+
+#[derive(Debug, clap::Args)]
+struct HealthcheckArgs {
+    /// Only this service, such as quotashare.v1.QuotaShare [default: all of them]
+    #[arg(long, value_name = "NAME", default_value = "", hide_default_value = true)]
+    service: String,
+    /// Where gRPC is served, as IP:PORT [default: 127.0.0.1:50051]
+    #[arg(long, env = "QUOTA_LISTEN", value_name = "IP:PORT", hide_env_values = true)]
+    quota_listen: Option<String>,
+    /// The service's certificate, if it has one: it has to be this one
+    #[arg(long, env = "QUOTA_TLS_CERT_FILE", value_name = "FILE", hide_env_values = true)]
+    quota_tls_cert_file: Option<String>,
+    /// A certificate to show, where the service asks for one
+    #[arg(long, env = "QUOTA_HEALTHCHECK_CERT_FILE", value_name = "FILE", hide_env_values = true)]
+    quota_healthcheck_cert_file: Option<String>,
+    /// The private key of QUOTA_HEALTHCHECK_CERT_FILE
+    #[arg(long, env = "QUOTA_HEALTHCHECK_KEY_FILE", value_name = "FILE", hide_env_values = true)]
+    quota_healthcheck_key_file: Option<String>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -137,7 +150,8 @@ configuration of one moment, without counters and without the choice of a driver
 
 const HEALTHCHECK_HELP: &str = "\
 For the probes of containers: asks grpc.health.v1 and exits with 0 if the answer is SERVING and comes within 2 seconds,
-else with 1.";
+else with 1. With the service's own variables in its environment it needs no others, unless the service asks for
+certificates.";
 
 #[derive(Debug, clap::Args)]
 struct DataDir {
@@ -157,7 +171,7 @@ impl Cli {
             Command::Check(args) => check(&with_otel(args)),
             Command::Import { file, data } => import(&file, data).await,
             Command::Export { data } => export(data).await,
-            Command::Healthcheck { service, quota_listen } => healthcheck(&service, quota_listen).await,
+            Command::Healthcheck(args) => healthcheck(args).await,
             Command::Token { command: TokenCommand::New { name, role } } => new_token(&name, &role),
         };
         match done {
@@ -249,11 +263,19 @@ async fn export(data: DataDir) -> Result<(), Failure> {
     print(&document::write(&directory))
 }
 
-async fn healthcheck(service: &str, quota_listen: Option<String>) -> Result<(), Failure> {
+async fn healthcheck(args: HealthcheckArgs) -> Result<(), Failure> {
+    let set = |path: Option<String>| path.filter(|path| !path.is_empty()).map(PathBuf::from);
     // Where it listens is the server's to answer for.
     let quota_insecure = Some("true".to_owned());
-    let config = Config::check(&Args { quota_listen, quota_insecure, ..Args::default() })?;
-    check_health(reachable(config.listen), service).await?;
+    let config = Config::check(&Args { quota_listen: args.quota_listen, quota_insecure, ..Args::default() })?;
+    let (cert, key) = (set(args.quota_healthcheck_cert_file), set(args.quota_healthcheck_key_file));
+    let own = match (&cert, &key) {
+        (Some(cert), Some(key)) => Some((cert.as_path(), key.as_path())),
+        (None, None) => None,
+        _ => return Err("QUOTA_HEALTHCHECK_CERT_FILE and QUOTA_HEALTHCHECK_KEY_FILE are set together".into()),
+    };
+    let tls = set(args.quota_tls_cert_file).map(|server| client_config(&server, own)).transpose()?;
+    check_health(reachable(config.listen), tls, &args.service).await?;
     print("SERVING\n")
 }
 

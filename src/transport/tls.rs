@@ -3,13 +3,17 @@
 //! There is one provider of cryptography, ring: with two of them in a program, libraries that ask for the default one
 //! panic.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use arc_swap::ArcSwap;
 use rustls::{
-    RootCertStore, ServerConfig,
-    crypto::{CryptoProvider, ring},
-    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
+    ClientConfig, DigitallySignedStruct, Error, RootCertStore, ServerConfig, SignatureScheme,
+    client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+    crypto::{CryptoProvider, ring, verify_tls12_signature, verify_tls13_signature},
+    pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime, pem::PemObject},
     server::{NoServerSessionStorage, WebPkiClientVerifier, danger::ClientCertVerifier},
 };
 use webpki::EndEntityCert;
@@ -39,7 +43,7 @@ pub(crate) fn install_provider() {
     let _ = ring::default_provider().install_default();
 }
 
-pub(crate) fn provider() -> Arc<CryptoProvider> {
+fn provider() -> Arc<CryptoProvider> {
     Arc::new(ring::default_provider())
 }
 
@@ -67,9 +71,7 @@ pub(crate) fn build(tls: &TlsFiles, content: &[Vec<u8>]) -> Result<ServerConfig,
     let mut faults = Vec::new();
     let mut keep = |variable, fault| faults.push(TlsFault { variable, fault });
     let chain = chain(cert).map_err(|fault| keep(CERT_FILE, fault)).ok();
-    let key = PrivateKeyDer::from_pem_slice(key)
-        .map_err(|_| keep(KEY_FILE, "it has no private key in PEM (PKCS#8, PKCS#1 or SEC1)".to_owned()))
-        .ok();
+    let key = private_key(key).map_err(|fault| keep(KEY_FILE, fault)).ok();
     let verifier = match client_ca.first() {
         Some(ca) => verifier(ca, tls.client_certificates).map_err(|fault| keep(CLIENT_CA_FILE, fault)).ok(),
         None => Some(WebPkiClientVerifier::no_client_auth()),
@@ -113,6 +115,12 @@ fn certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, String> {
     if certificates.is_empty() { Err("it has no certificate in PEM".to_owned()) } else { Ok(certificates) }
 }
 
+fn private_key(pem: &[u8]) -> Result<PrivateKeyDer<'static>, String> {
+    // What stands there instead is not told.
+    PrivateKeyDer::from_pem_slice(pem)
+        .map_err(|_| "it has no private key in PEM (PKCS#8, PKCS#1 or SEC1)".to_owned())
+}
+
 fn verifier(ca: &[u8], certificates_of: ClientCertificates) -> Result<Arc<dyn ClientCertVerifier>, String> {
     let mut roots = RootCertStore::empty();
     for certificate in certificates(ca)? {
@@ -133,4 +141,77 @@ pub(crate) fn names(certificate: &CertificateDer<'_>) -> Vec<String> {
     let Ok(certificate) = EndEntityCert::try_from(certificate) else { return Vec::new() };
     let names = certificate.valid_uri_names().chain(certificate.valid_dns_names());
     names.map(str::to_owned).collect()
+}
+
+/// A caller's side of TLS to a server whose certificate is the first one in the file at `server`, whatever its name:
+/// for whoever is on the same machine and has the server's own configuration. `own` are the files of the caller's
+/// certificate and key.
+pub(crate) fn client_config(server: &Path, own: Option<(&Path, &Path)>) -> Result<ClientConfig, String> {
+    let expected = read_with(server, chain)?.swap_remove(0);
+    let provider = provider();
+    let builder =
+        ClientConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions();
+    let builder = builder.map_err(|error| error.to_string())?;
+    let builder =
+        builder.dangerous().with_custom_certificate_verifier(Arc::new(Pinned { expected, provider }));
+    let mut config = match own {
+        None => builder.with_no_client_auth(),
+        Some((cert, key)) => builder
+            .with_client_auth_cert(read_with(cert, chain)?, read_with(key, private_key)?)
+            .map_err(|error| format!("{} does not go with {}: {error}", key.display(), cert.display()))?,
+    };
+    config.alpn_protocols = vec![PROTOCOL.to_vec()];
+    Ok(config)
+}
+
+fn read_with<T>(path: &Path, parse: impl FnOnce(&[u8]) -> Result<T, String>) -> Result<T, String> {
+    let content = files::read(path).and_then(|content| parse(&content));
+    content.map_err(|fault| format!("{} cannot be used: {fault}", path.display()))
+}
+
+/// Believes one certificate, whose key the server has to have.
+#[derive(Debug)]
+struct Pinned {
+    expected: CertificateDer<'static>,
+    provider: Arc<CryptoProvider>,
+}
+
+impl ServerCertVerifier for Pinned {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        if *end_entity == self.expected {
+            return Ok(ServerCertVerified::assertion());
+        }
+        Err(Error::General(format!("the server has another certificate than the one in {CERT_FILE}")))
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        verify_tls12_signature(message, certificate, signature, algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        verify_tls13_signature(message, certificate, signature, algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.provider.signature_verification_algorithms.supported_schemes()
+    }
 }

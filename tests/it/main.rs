@@ -36,3 +36,4 @@ mod sick_disk;
 mod signals;
 mod taking_over;
 mod telemetry;
+mod tls;

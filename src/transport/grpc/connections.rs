@@ -74,6 +74,8 @@ pub(super) struct Opening {
     pub(super) tls: Option<SharedTls>,
     /// Give or take a tenth.
     pub(super) age_max: Duration,
+    /// Says of connections that they were not opened.
+    pub(super) unopened: Arc<Sparing>,
 }
 
 /// Serves each of `connections` with what `calls` makes for it, until none can come and all are closed. On `stop` they
@@ -90,14 +92,12 @@ pub(super) async fn serve<S, B>(
     B::Error: Into<Box<dyn Error + Send + Sync>>,
 {
     let open = TaskTracker::new();
-    let unopened = Arc::new(Sparing::default());
     while let Some(Some(stream)) = stop.run_until_cancelled(connections.recv()).await {
         let (opening, calls, stop) = (opening.clone(), calls.clone(), stop.clone());
-        let unopened = Arc::clone(&unopened);
         open.spawn(async move {
             match stop.run_until_cancelled(open_one(stream, opening.tls.as_ref())).await {
                 None => {}
-                Some(Err(error)) => unopened.say(|more| {
+                Some(Err(error)) => opening.unopened.say(|more| {
                     tracing::info!(error, more, "a connection was not opened");
                 }),
                 Some(Ok((stream, certificate))) => {

@@ -1,11 +1,19 @@
 //! Asking a running server how it is, as a container's probe does.
 
-use std::{error::Error, net::SocketAddr, time::Duration};
+use std::{error::Error, io, net::SocketAddr, sync::Arc, time::Duration};
 
-use tonic::{Code, Status, transport::Endpoint};
+use hyper_util::rt::TokioIo;
+use rustls::ClientConfig;
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tonic::{
+    Code, Status,
+    transport::{Channel, Endpoint},
+};
 use tonic_health::pb::{
     HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
 };
+use tower::service_fn;
 
 /// How long a server that is well takes at most to say so.
 const TIMEOUT: Duration = Duration::from_secs(2);
@@ -44,9 +52,13 @@ pub(crate) enum NotServing {
 }
 
 /// Asks the server at `address` whether it serves `service`, or everything if that is empty.
-pub(crate) async fn check_health(address: SocketAddr, service: &str) -> Result<(), NotServing> {
+pub(crate) async fn check_health(
+    address: SocketAddr,
+    tls: Option<ClientConfig>,
+    service: &str,
+) -> Result<(), NotServing> {
     let no_answer = |reason: String| NotServing::NoAnswer { address, reason };
-    let asked = tokio::time::timeout(TIMEOUT, ask(address, service)).await;
+    let asked = tokio::time::timeout(TIMEOUT, ask(address, tls, service)).await;
     let answer = asked.map_err(|_| no_answer(format!("it took more than {} s", TIMEOUT.as_secs())))?;
     match answer {
         Ok(ServingStatus::Serving) => Ok(()),
@@ -61,17 +73,38 @@ pub(crate) async fn check_health(address: SocketAddr, service: &str) -> Result<(
     }
 }
 
-async fn ask(address: SocketAddr, service: &str) -> Result<ServingStatus, Status> {
-    let unavailable = |error: tonic::transport::Error| {
-        // The first cause says most: "connection refused", not "transport error".
-        let mut cause: &dyn Error = &error;
-        while let Some(source) = cause.source() {
-            cause = source;
-        }
-        Status::unavailable(cause.to_string())
-    };
-    let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(unavailable)?;
-    let mut client = HealthClient::new(endpoint.connect().await.map_err(unavailable)?);
+async fn ask(address: SocketAddr, tls: Option<ClientConfig>, service: &str) -> Result<ServingStatus, Status> {
+    // A certificate that is missing or not believed is told after the handshake, by closing the connection.
+    let hint =
+        if tls.is_some() { ": does it ask for certificates (QUOTA_HEALTHCHECK_CERT_FILE)?" } else { "" };
+    let channel = connect(address, tls).await.map_err(|error| Status::unavailable(cause(&error)))?;
     let request = HealthCheckRequest { service: service.to_owned() };
-    Ok(client.check(request).await?.into_inner().status())
+    let answer = HealthClient::new(channel).check(request).await;
+    let answer = answer.map_err(|status| match status.source() {
+        Some(error) => Status::unavailable(cause(error) + hint),
+        None => status,
+    })?;
+    Ok(answer.into_inner().status())
+}
+
+async fn connect(address: SocketAddr, tls: Option<ClientConfig>) -> Result<Channel, tonic::transport::Error> {
+    let endpoint = Endpoint::from_shared(format!("http://{address}"))?;
+    let Some(tls) = tls.map(Arc::new) else { return endpoint.connect().await };
+    let connector = service_fn(move |_| {
+        let connector = TlsConnector::from(Arc::clone(&tls));
+        async move {
+            let stream = TcpStream::connect(address).await?;
+            let stream = connector.connect(address.ip().into(), stream).await?;
+            Ok::<_, io::Error>(TokioIo::new(stream))
+        }
+    });
+    endpoint.connect_with_connector(connector).await
+}
+
+/// The first cause says most: "connection refused", not "transport error".
+fn cause(mut error: &(dyn Error + 'static)) -> String {
+    while let Some(source) = error.source() {
+        error = source;
+    }
+    error.to_string()
 }

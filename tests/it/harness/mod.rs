@@ -11,9 +11,11 @@
 //! | `raw`        | [`call_raw`]: any method, with any bytes and token                               |
 //! | `requests`   | pools, plans, costs and calls, as terse as a table's row                         |
 //! | `tokens`     | [`Token`], [`TokensFile`]: who may call                                          |
+//! | `certificates` | [`TestCa`]: issuers of certificates, and connections with them                 |
 //! | `answers`    | [`Verdict`], [`Refusal`] and look-ups in usage                                   |
 
 mod answers;
+mod certificates;
 mod client;
 mod ports;
 mod process;
@@ -25,6 +27,7 @@ mod server;
 mod tokens;
 
 pub(crate) use answers::{Refusal, Verdict, blocked, millis, refusal, unix_ms};
+pub(crate) use certificates::{Issued, PemFiles, TestCa, connect_tls, text};
 pub(crate) use client::{Client, UNREACHABLE, told};
 pub(crate) use process::{Ended, PATIENCE, TestProcess, end_of, failed_start, run};
 pub(crate) use proxy::Proxy;

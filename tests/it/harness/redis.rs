@@ -185,6 +185,17 @@ impl TestRedis {
         ended.stdout.trim_end().to_owned()
     }
 
+    /// Has a server that was started with a certificate listen with TLS, too, on the port that is returned.
+    pub(crate) async fn listen_with_tls(&self) -> u16 {
+        for _ in 0..ports::ATTEMPTS_MAX {
+            let port = ports::candidate();
+            if self.cli(&["CONFIG", "SET", "tls-port", &port.to_string()]).await == "OK" {
+                return port;
+            }
+        }
+        panic!("there is no free port");
+    }
+
     fn socket(&self) -> PathBuf {
         self.folder.path().join(SOCKET)
     }
