@@ -12,6 +12,7 @@ use std::{
 };
 
 use clap::{Parser, Subcommand};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -193,6 +194,7 @@ fn with_otel(args: Args) -> Args {
 async fn serve(args: &Args) -> Result<(), Failure> {
     let config = Config::check(args)?;
     let tracing = Tracing::start(&config.otlp)?;
+    allow_open_files();
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let running = app::start(config, Arc::new(SystemClock)).await?;
@@ -203,6 +205,15 @@ async fn serve(args: &Args) -> Result<(), Failure> {
     running.stop().await;
     tracing.stop().await;
     Ok(())
+}
+
+/// Each connection is an open file, of which a process may often have no more than 1,024 unless it asks.
+fn allow_open_files() {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(_, most)| setrlimit(Resource::RLIMIT_NOFILE, most, most));
+    if let Err(error) = raised {
+        tracing::warn!(%error, "the process may not have as many files open as it could");
+    }
 }
 
 fn check(args: &Args) -> Result<(), Failure> {

@@ -246,7 +246,8 @@ async fn files_that_cannot_be_used_are_all_named_and_nothing_of_them_is_shown() 
     let other_key = world.files.write("other-key", &world.server_ca.issue(&["localhost"]).key);
     let nonsense = world.files.write("nonsense", "hidden");
     // variables | lines, each with its words
-    let cases: [(&[(&str, &str)], &[&str]); 6] = [
+    type Vars<'a> = &'a [(&'a str, &'a str)];
+    let cases: [(Vars<'_>, &[&str]); 6] = [
         (&[("QUOTA_TLS_CERT_FILE", text(&cert))], &["QUOTA_TLS_KEY_FILE=\"\" is not valid"]),
         (
             &[("QUOTA_TLS_CLIENT_CA_FILE", text(&cert))],

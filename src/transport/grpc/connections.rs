@@ -29,7 +29,7 @@ use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::TcpStream,
     select,
-    sync::mpsc,
+    sync::{Semaphore, mpsc},
     time::{Instant, sleep, timeout},
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
@@ -43,6 +43,8 @@ use crate::transport::{
     tls::{self, SharedTls},
 };
 
+/// Connections of the process. Each takes some 50 KB while it does its worst.
+const CONNECTIONS_MAX: usize = 16_384;
 /// How long a caller may take to say what HTTP/2 begins with, and before that for the handshake of TLS.
 const OPENING_TIMEOUT: Duration = Duration::from_secs(10);
 /// What HTTP/2 begins with: the preface, and the head of a frame with settings.
@@ -71,11 +73,19 @@ const AGE_JITTER_FRACTION: f64 = 0.1;
 /// How connections are opened, and how old they get.
 #[derive(Clone)]
 pub(super) struct Opening {
-    pub(super) tls: Option<SharedTls>,
+    tls: Option<SharedTls>,
     /// Give or take a tenth.
-    pub(super) age_max: Duration,
+    age_max: Duration,
     /// Says of connections that they were not opened.
-    pub(super) unopened: Arc<Sparing>,
+    unopened: Arc<Sparing>,
+    /// One for each connection that there may be.
+    places: Arc<Semaphore>,
+}
+
+impl Opening {
+    pub(super) fn new(tls: Option<SharedTls>, age_max: Duration) -> Self {
+        Self { tls, age_max, unopened: Arc::default(), places: Arc::new(Semaphore::new(CONNECTIONS_MAX)) }
+    }
 }
 
 /// Serves each of `connections` with what `calls` makes for it, until none can come and all are closed. On `stop` they
@@ -93,8 +103,15 @@ pub(super) async fn serve<S, B>(
 {
     let open = TaskTracker::new();
     while let Some(Some(stream)) = stop.run_until_cancelled(connections.recv()).await {
+        let Ok(place) = Arc::clone(&opening.places).try_acquire_owned() else {
+            opening.unopened.say(|more| {
+                tracing::warn!(more, "a connection was not opened: there are {CONNECTIONS_MAX} already");
+            });
+            continue;
+        };
         let (opening, calls, stop) = (opening.clone(), calls.clone(), stop.clone());
         open.spawn(async move {
+            let _place = place;
             match stop.run_until_cancelled(open_one(stream, opening.tls.as_ref())).await {
                 None => {}
                 Some(Err(error)) => opening.unopened.say(|more| {

@@ -114,7 +114,7 @@ pub(crate) async fn server(
     health.set(true).await;
     let described =
         if doors.reflection { Some((reflection().build_v1()?, reflection().build_v1alpha()?)) } else { None };
-    let opening = Opening { tls: doors.tls, age_max: doors.connection_age_max, unopened: Arc::default() };
+    let opening = Opening::new(doors.tls, doors.connection_age_max);
     let room = Arc::new(Room::new(doors.calls_in_flight_max));
     let serve = |connections| {
         // Made for each thread: of what is shared, threads would wait for each other's counts of references.

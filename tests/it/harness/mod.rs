@@ -8,6 +8,7 @@
 //! | `proxy`      | [`Proxy`]: a connection that is slow, cut, hung, or loses answers, at will       |
 //! | `ports`      | ports for what has to come back on the same one                                  |
 //! | `client`     | [`Client`]: one connection; a call is one line, a refusal is a panic             |
+//! | `frames`     | [`Frames`]: HTTP/2 by hand                                                       |
 //! | `raw`        | [`call_raw`]: any method, with any bytes and token                               |
 //! | `requests`   | pools, plans, costs and calls, as terse as a table's row                         |
 //! | `tokens`     | [`Token`], [`TokensFile`]: who may call                                          |
@@ -17,6 +18,7 @@
 mod answers;
 mod certificates;
 mod client;
+mod frames;
 mod ports;
 mod process;
 mod proxy;
@@ -29,9 +31,10 @@ mod tokens;
 pub(crate) use answers::{Refusal, Verdict, blocked, millis, refusal, unix_ms};
 pub(crate) use certificates::{Issued, PemFiles, TestCa, connect_tls, text};
 pub(crate) use client::{Client, UNREACHABLE, told};
+pub(crate) use frames::Frames;
 pub(crate) use process::{Ended, PATIENCE, TestProcess, end_of, failed_start, run};
 pub(crate) use proxy::Proxy;
-pub(crate) use raw::{call_raw, paths_of};
+pub(crate) use raw::{call_raw, hang_raw, paths_of};
 pub(crate) use redis::{TestCluster, TestRedis, redis_is_missing};
 pub(crate) use requests::{
     ask, burst, codex, cost, dimension, exempt, hard, percent, pool, requests, said, soft, spent, tokens,

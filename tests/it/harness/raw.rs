@@ -3,7 +3,7 @@
 use prost::bytes::{Buf, BufMut};
 use prost_types::FileDescriptorSet;
 use tonic::{
-    Request, Status,
+    Code, Request, Response, Status,
     client::Grpc,
     codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder},
     codegen::http::uri::PathAndQuery,
@@ -28,6 +28,19 @@ pub(crate) async fn call_raw(
     }
     let answers = grpc.server_streaming(request, path, RawCodec).await?;
     Ok(answers.into_inner().message().await?.unwrap_or_default())
+}
+
+/// Calls `path`, and never sends the message. If there is no room, calls again.
+pub(crate) async fn hang_raw(channel: Channel, path: &str) {
+    let mut grpc = Grpc::new(channel);
+    let path = PathAndQuery::try_from(path).expect("a path");
+    loop {
+        grpc.ready().await.expect("the server is there");
+        let messages = Request::new(futures::stream::pending::<Vec<u8>>());
+        let answer: Result<Response<Vec<u8>>, Status> =
+            grpc.client_streaming(messages, path.clone(), RawCodec).await;
+        assert_eq!(answer.expect_err("there is no message").code(), Code::Unavailable);
+    }
 }
 
 /// The paths of all methods of the contract.
