@@ -1,15 +1,13 @@
 //! Everything that an operator can set, read once at start.
 
-use std::{
-    fmt,
-    net::SocketAddr,
-    path::{Path, PathBuf},
-    str::FromStr,
-    time::Duration,
-};
+mod doors;
+
+use std::{fmt, net::SocketAddr, path::PathBuf, str::FromStr, time::Duration};
 
 use clap::Parser;
 
+use self::doors::Doors;
+pub use self::doors::{ClientCertificates, TlsFiles};
 pub use crate::core::settings::Secret;
 use crate::{
     core::{
@@ -18,7 +16,6 @@ use crate::{
         settings::{RETENTION_DAYS_MAX, StoreDriver, StoredSettings},
     },
     store::{Configured, redis::RedisUrl},
-    transport::{auth::Callers, tls},
 };
 
 /// The variables as they were given, not yet checked. Each can be set as a flag or, by the same name, in the
@@ -126,51 +123,6 @@ pub struct Otlp {
     pub traces: bool,
     /// All metrics.
     pub metrics: bool,
-}
-
-/// Whether callers need a certificate of `QUOTA_TLS_CLIENT_CA_FILE`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ClientCertificates {
-    /// Nobody connects without one.
-    Required,
-    /// A token will do.
-    Optional,
-}
-
-impl TlsFiles {
-    /// The file that `variable` names.
-    fn path(&self, variable: &str) -> &Path {
-        match (variable, &self.client_ca) {
-            ("QUOTA_TLS_KEY_FILE", _) => &self.key,
-            ("QUOTA_TLS_CLIENT_CA_FILE", Some(client_ca)) => client_ca,
-            _ => &self.cert,
-        }
-    }
-}
-
-impl FromStr for ClientCertificates {
-    type Err = ();
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        match text {
-            "required" => Ok(Self::Required),
-            "optional" => Ok(Self::Optional),
-            _ => Err(()),
-        }
-    }
-}
-
-/// What connections are encrypted with.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TlsFiles {
-    /// `QUOTA_TLS_CERT_FILE`
-    pub cert: PathBuf,
-    /// `QUOTA_TLS_KEY_FILE`
-    pub key: PathBuf,
-    /// `QUOTA_TLS_CLIENT_CA_FILE`
-    pub client_ca: Option<PathBuf>,
-    /// `QUOTA_TLS_CLIENT_AUTH`, of use where there is a `client_ca`
-    pub client_certificates: ClientCertificates,
 }
 
 /// A configuration that can be run.
@@ -317,57 +269,15 @@ impl Config {
             ),
             warnings: Vec::new(),
         };
-        // An unknown driver must not stop what may be a router's only guard.
-        let (store_driver, warnings) = match args.quota_store_driver.as_deref().unwrap_or_default() {
-            "" | "sqlite" => (StoreDriver::Sqlite, Vec::new()),
-            "redis" => (StoreDriver::Redis, Vec::new()),
-            other => {
-                let warning = format!("QUOTA_STORE_DRIVER={other:?} is not a known driver: using sqlite");
-                (StoreDriver::Sqlite, vec![warning])
-            }
-        };
-        let (tls, auth_tokens_file) = (vars.tls(args), file(&args.quota_auth_tokens_file));
-        let certificates =
-            tls.as_ref().and_then(|tls| tls.client_ca.as_ref().map(|_| tls.client_certificates));
-        let names_certificates = auth_tokens_file.as_deref().is_some_and(|file| vars.callers(file));
-        if certificates == Some(ClientCertificates::Optional) && auth_tokens_file.is_none() {
-            let accepted = "required: without QUOTA_AUTH_TOKENS_FILE there are no tokens";
-            vars.refuse("QUOTA_TLS_CLIENT_AUTH", "optional", accepted);
-        }
-        let authenticated = auth_tokens_file.is_some() || certificates.is_some();
-        vars.addresses(listen, http_listen, insecure || authenticated);
-        let config = Config { store_driver, warnings, tls, auth_tokens_file, ..config };
+        let (store_driver, mut warnings) = store_driver(args);
+        let Doors { tls, auth_tokens_file, warnings: of_doors } =
+            vars.doors(args, listen, http_listen, insecure);
+        warnings.extend(of_doors);
         if vars.refused.is_empty() {
-            Ok(config.with_warnings_of_callers(names_certificates))
+            Ok(Config { store_driver, warnings, tls, auth_tokens_file, ..config })
         } else {
             Err(InvalidConfig(vars.refused))
         }
-    }
-
-    fn with_warnings_of_callers(mut self, names_certificates: bool) -> Self {
-        let client_ca = self.tls.as_ref().is_some_and(|tls| tls.client_ca.is_some());
-        let mut warn = |warning: &str| self.warnings.push(warning.to_owned());
-        if self.auth_tokens_file.is_some() && self.tls.is_none() && !self.listen.ip().is_loopback() {
-            warn(
-                "tokens are sent without encryption, for everybody on the way to read: set QUOTA_TLS_CERT_FILE and \
-                 QUOTA_TLS_KEY_FILE",
-            );
-        }
-        if names_certificates && !client_ca {
-            warn(
-                "QUOTA_AUTH_TOKENS_FILE names certificates, which nobody is asked for: set QUOTA_TLS_CLIENT_CA_FILE",
-            );
-        }
-        if client_ca && self.auth_tokens_file.is_none() {
-            warn(
-                "whoever has a certificate of QUOTA_TLS_CLIENT_CA_FILE may do everything: set QUOTA_AUTH_TOKENS_FILE to \
-                 give out roles",
-            );
-        }
-        if self.insecure && !self.listen.ip().is_loopback() && self.auth_tokens_file.is_none() && !client_ca {
-            warn("QUOTA_INSECURE=true: whoever reaches QUOTA_LISTEN may do everything");
-        }
-        self
     }
 }
 
@@ -462,17 +372,24 @@ impl Config {
 const CALLS_IN_FLIGHT_MAX: u32 = 1_000_000;
 /// A connection that is a day old keeps what was rotated since.
 const CONNECTION_AGE_SECONDS_MAX: u32 = 86_400;
+/// The driver that was asked for. An unknown one is warned of: it must not stop what may be a router's only guard.
+fn store_driver(args: &Args) -> (StoreDriver, Vec<String>) {
+    match args.quota_store_driver.as_deref().unwrap_or_default() {
+        "" | "sqlite" => (StoreDriver::Sqlite, Vec::new()),
+        "redis" => (StoreDriver::Redis, Vec::new()),
+        other => {
+            let warning = format!("QUOTA_STORE_DRIVER={other:?} is not a known driver: using sqlite");
+            (StoreDriver::Sqlite, vec![warning])
+        }
+    }
+}
+
 /// A figure that is a day old says nothing of now.
 const SIGNAL_TTL_SECONDS_MAX: u32 = 86_400;
 /// A router has given up long before.
 const STORE_TIMEOUT_MS_MAX: u32 = 60_000;
 const SOCKET: &str = "an address and a port, such as 127.0.0.1:50051";
 const SOCKET_OR_OFF: &str = "an address and a port, such as 127.0.0.1:9090, or off";
-
-/// The file that a variable names, if any.
-fn file(given: &Option<String>) -> Option<PathBuf> {
-    given.as_deref().filter(|path| !path.is_empty()).map(PathBuf::from)
-}
 
 /// Reads variables and collects the mistakes in them.
 #[derive(Default)]
@@ -534,64 +451,6 @@ impl Vars {
             self.refuse("OTEL_EXPORTER_OTLP_PROTOCOL", protocol, "grpc, the only protocol of this version");
         }
         otlp
-    }
-
-    /// The files of TLS, which are read to see whether they can be used.
-    fn tls(&mut self, args: &Args) -> Option<TlsFiles> {
-        let accepted = "required or optional";
-        let client_certificates =
-            self.read("QUOTA_TLS_CLIENT_AUTH", &args.quota_tls_client_auth, "required", accepted);
-        let client_ca = file(&args.quota_tls_client_ca_file);
-        let (cert, key) = match (file(&args.quota_tls_cert_file), file(&args.quota_tls_key_file)) {
-            (Some(cert), Some(key)) => (cert, key),
-            (None, None) if client_ca.is_none() => return None,
-            (cert, key) => {
-                let together = "a file in PEM: QUOTA_TLS_CERT_FILE and QUOTA_TLS_KEY_FILE are set together, also for \
-                                QUOTA_TLS_CLIENT_CA_FILE";
-                for (variable, missing) in
-                    [("QUOTA_TLS_CERT_FILE", cert.is_none()), ("QUOTA_TLS_KEY_FILE", key.is_none())]
-                {
-                    if missing {
-                        self.refuse(variable, "", together);
-                    }
-                }
-                return None;
-            }
-        };
-        let tls = TlsFiles { cert, key, client_ca, client_certificates };
-        if let Err(faults) = tls::read(&tls).and_then(|content| tls::build(&tls, &content)) {
-            for tls::TlsFault { variable, fault } in faults {
-                self.refuse_file(variable, tls.path(variable), &fault);
-            }
-        }
-        Some(tls)
-    }
-
-    /// Whether the file of callers names certificates.
-    fn callers(&mut self, file: &Path) -> bool {
-        match Callers::read(file) {
-            Ok(callers) => callers.name_certificates(),
-            Err(faults) => {
-                faults.iter().for_each(|fault| self.refuse_file("QUOTA_AUTH_TOKENS_FILE", file, fault));
-                false
-            }
-        }
-    }
-
-    fn refuse_file(&mut self, variable: &'static str, path: &Path, fault: &str) {
-        self.refuse(variable, &path.display().to_string(), &format!("a file that can be used: {fault}"));
-    }
-
-    /// Nobody but this machine is served by accident.
-    fn addresses(&mut self, listen: SocketAddr, http_listen: Option<SocketAddr>, allowed: bool) {
-        for (variable, address) in [("QUOTA_LISTEN", Some(listen)), ("QUOTA_HTTP_LISTEN", http_listen)] {
-            if let Some(address) = address.filter(|address| !address.ip().is_loopback() && !allowed) {
-                let accepted = "a loopback address such as 127.0.0.1:50051, or set QUOTA_AUTH_TOKENS_FILE or \
-                                QUOTA_TLS_CLIENT_CA_FILE, so that callers are authenticated. To serve everybody who can \
-                                reach the address, set QUOTA_INSECURE=true";
-                self.refuse(variable, &address.to_string(), accepted);
-            }
-        }
     }
 
     fn fraction(&mut self, variable: &'static str, given: &Option<String>, default: &str) -> f64 {

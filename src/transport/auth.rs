@@ -69,6 +69,14 @@ pub(crate) struct Caller {
     pub(crate) role: Role,
 }
 
+impl Caller {
+    /// Somebody whose certificate is all that is known.
+    fn of_certificate(names: &[String]) -> Self {
+        let name = names.first().map_or("certificate without a name", String::as_str);
+        Self { name: name.into(), role: Role::Admin }
+    }
+}
+
 /// A name of a caller that can be written into a line of the file: 1 to 64 printable characters without spaces.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct CallerName(String);
@@ -303,25 +311,21 @@ impl Authentication {
         authorization: Option<&[u8]>,
         certificate: &CertificateNames,
     ) -> Result<Option<Caller>, Refused> {
-        match (access, self) {
-            (Access::Open, _) | (_, Authentication::Off) => Ok(None),
+        let callers = match (access, self) {
+            (Access::Open, _) | (_, Authentication::Off) => return Ok(None),
             (_, Authentication::Certificates) => {
                 let names = certificate.as_deref().ok_or(Refused::Anonymous)?;
-                let name = names.first().map_or("certificate without a name", String::as_str);
-                Ok(Some(Caller { name: name.into(), role: Role::Admin }))
+                // Of decisions nobody asks who made them.
+                return Ok((access != Access::Needs(Role::Router)).then(|| Caller::of_certificate(names)));
             }
-            (access, Authentication::Callers(callers)) => {
-                let callers = callers.load();
-                let caller = identify(&callers, authorization, certificate)?;
-                match access {
-                    Access::Needs(needed) if !caller.role.includes(needed) => {
-                        Err(Refused::Role(caller.clone()))
-                    }
-                    // Nobody asks who made a decision, and threads would wait for each other to count references.
-                    Access::Needs(Role::Router) => Ok(None),
-                    _ => Ok(Some(caller.clone())),
-                }
-            }
+            (_, Authentication::Callers(callers)) => callers.load(),
+        };
+        let caller = identify(&callers, authorization, certificate)?;
+        match access {
+            Access::Needs(needed) if !caller.role.includes(needed) => Err(Refused::Role(caller.clone())),
+            // As above; and threads would wait for each other to count references.
+            Access::Needs(Role::Router) => Ok(None),
+            _ => Ok(Some(caller.clone())),
         }
     }
 }

@@ -117,6 +117,10 @@ async fn a_refusal_says_what_is_missing() {
         assert!(!format!("{refused:?}").contains("hidden"), "{refused:?}");
         assert_eq!(refused.metadata["needs"], "the role admin");
     }
+    let (_, metrics) = server.page("/metrics").await;
+    let counted =
+        |code: &str| metrics.lines().any(|line| line.contains("rpc_duration") && line.contains(code));
+    assert!(counted("UNAUTHENTICATED") && counted("PERMISSION_DENIED"), "{metrics}");
 }
 
 /// Waits until a call with `token` ends as it is to.

@@ -39,6 +39,9 @@ const HEALTH_MAX: usize = 1_024;
 /// Streams that do nothing until something changes: one for each connection of clients that check health.
 const HEALTH_WATCHING_MAX: usize = 16_384;
 const SHARES: usize = 5;
+/// How long a call may take until its answer begins, whatever its caller says: a message that never comes must not keep a
+/// place for ever. Several times what the slowest call takes.
+const CALL_TIME_MAX: Duration = Duration::from_secs(120);
 
 /// How many calls are in flight, and how many may be.
 #[derive(Debug)]
@@ -138,17 +141,13 @@ where
             Ok(place) => place,
             Err(refused) => return Box::pin(async move { Ok(Held::refusal(refused)) }),
         };
-        let deadline = timeout(request.headers()).map(|timeout| Instant::now() + timeout);
+        let deadline = Instant::now() + time_limit(request.headers());
         let answer = self.inner.call(request);
         Box::pin(async move {
-            let answer = match deadline {
-                None => answer.await,
-                Some(deadline) => match in_time(deadline, answer).await {
-                    Ok(answer) => answer,
-                    Err(late) => return Ok(Held::refusal(status::late(late))),
-                },
-            };
-            answer.map(|response| response.map(|body| Held { body, _place: Some(place) }))
+            match in_time(deadline, answer).await {
+                Ok(answer) => answer.map(|response| response.map(|body| Held { body, _place: Some(place) })),
+                Err(late) => Ok(Held::refusal(status::late(late))),
+            }
         })
     }
 }
@@ -169,6 +168,11 @@ async fn in_time<F: Future>(deadline: Instant, answer: F) -> Result<F::Output, L
         return Err(Late::Before);
     }
     timeout_at(deadline, answer).await.map_err(|_| Late::Meanwhile)
+}
+
+/// How long a call may take until its answer begins.
+fn time_limit(headers: &HeaderMap) -> Duration {
+    timeout(headers).map_or(CALL_TIME_MAX, |timeout| timeout.min(CALL_TIME_MAX))
 }
 
 /// How long the caller waits, by the header `grpc-timeout`: up to eight digits and a unit. Anything else is no deadline.
@@ -249,7 +253,12 @@ mod tests {
             headers.insert("grpc-timeout", text.parse().unwrap());
             assert_eq!(timeout(&headers), want, "{text:?}");
         }
-        assert_eq!(timeout(&HeaderMap::new()), None);
+        let mut headers = HeaderMap::new();
+        assert_eq!((timeout(&headers), time_limit(&headers)), (None, CALL_TIME_MAX));
+        for (text, limit) in [("50m", Duration::from_millis(50)), ("1H", CALL_TIME_MAX)] {
+            headers.insert("grpc-timeout", text.parse().unwrap());
+            assert_eq!(time_limit(&headers), limit);
+        }
     }
 
     #[tokio::test]

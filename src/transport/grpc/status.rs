@@ -103,12 +103,12 @@ pub(super) fn overloaded(of_decisions: bool, calls_max: usize) -> Status {
     unavailable(message, "OVERLOADED")
 }
 
-/// DEADLINE_EXCEEDED: nobody waits for the answer any more.
+/// DEADLINE_EXCEEDED: nobody waits for the answer any more, or nobody should.
 pub(super) fn late(late: Late) -> Status {
     let message = match late {
         Late::Before => "the caller's deadline had passed before the call was begun: nothing was done",
         Late::Meanwhile => {
-            "the caller's deadline passed before there was an answer, and whether the call had an effect is not known: \
+            "the deadline passed before there was an answer, and whether the call had an effect is not known: \
              sent again with the same request_id, idempotency_key or reservation_id it has it once"
         }
     };
