@@ -8,8 +8,8 @@ use tonic::{Code, Request, metadata::MetadataMap};
 use tonic_types::StatusExt;
 
 use crate::harness::{
-    Client, PATIENCE, TestProcess, TestServer, Token, TokensFile, ask, call_raw, failed_start, hard,
-    paths_of, pb, pool, refusal, run, told,
+    Client, PATIENCE, TestProcess, TestServer, Token, TokensFile, ask, call_raw, dimension, failed_start,
+    hard, paths_of, pb, pool, refusal, run, told,
 };
 
 const ROLES: [&str; 3] = ["router", "viewer", "admin"];
@@ -42,6 +42,12 @@ async fn is_let_in(client: &Client, path: &str, token: Option<&str>) -> Result<(
     }
 }
 
+/// The paths of all methods of the contract.
+fn contract() -> Vec<String> {
+    let descriptors = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));
+    paths_of(FileDescriptorSet::decode(&descriptors[..]).expect("a descriptor set"))
+}
+
 /// Who may call a method, told from its name alone.
 fn expected(path: &str) -> &'static [&'static str] {
     let (service, verb) = path.rsplit_once('/').expect("a service and a method");
@@ -56,8 +62,7 @@ fn expected(path: &str) -> &'static [&'static str] {
 #[tokio::test]
 async fn every_method_lets_in_who_has_its_role_and_nobody_else() {
     let (server, _file, tokens) = guarded_server().await;
-    let descriptors = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));
-    let paths = paths_of(FileDescriptorSet::decode(&descriptors[..]).expect("a descriptor set"));
+    let paths = contract();
     assert!(paths.len() >= 25, "{paths:?}");
     for path in &paths {
         for (role, token) in ROLES.iter().zip(&tokens) {
@@ -226,6 +231,69 @@ fn with_token(metadata: &mut MetadataMap, token: &Token) {
     metadata.insert("authorization", format!("Bearer {}", token.text).parse().expect("a header's value"));
 }
 
+/// Of each audit line of a log: who, method, what, from which revision, to which.
+fn audited(log: &str) -> Vec<[String; 5]> {
+    let lines = log.lines().filter(|line| line.contains("quota_share::audit"));
+    let told = |line: &str| {
+        let line: serde_json::Value = serde_json::from_str(line).expect("a line of JSON");
+        ["who", "method", "what", "from_revision", "revision"].map(|name| match line.get(name) {
+            None => String::new(),
+            Some(serde_json::Value::String(text)) => text.clone(),
+            Some(other) => other.to_string(),
+        })
+    };
+    lines.map(told).collect()
+}
+
+#[tokio::test]
+async fn every_change_is_said_even_where_nobody_is_asked_who_they_are() {
+    let mut process = TestProcess::start().await;
+    let legacy_json =
+        r#"[{"connectionId": "c9", "accountLabel": "Old", "provider": "kimi", "allocations": []}]"#;
+    let import = pb::ImportPoolsRequest { legacy_json: legacy_json.to_owned() };
+    let imported = told(process.pools().import_pools(import.clone()).await).pools;
+    told(process.pools().import_pools(import).await);
+    process.create(pool("p", ["c1"], [hard("A", 50.0)]).with_provider("kimi")).await;
+    process.update(pool("p", ["c1"], [hard("A", 60.0)]).with_provider("kimi")).await;
+    process.put_allocation("p", hard("B", 10.0)).await;
+    process.delete_allocation("p", "B").await;
+    process.delete_allocation("p", "B").await;
+    process.put_plan("c1", [dimension("tokens/hourly", 100.0)]).await;
+    process.delete_plan("c1").await;
+    process.reset("p").await;
+    process
+        .update_settings(pb::Settings { saturation_threshold: Some(0.6), ..Default::default() }, &[])
+        .await;
+    process.update_settings(pb::Settings::default(), &["saturation_threshold"]).await;
+    process.delete_pool("p").await;
+    process.end_with(nix::sys::signal::Signal::SIGTERM).await;
+
+    assert_eq!(imported.len(), 1);
+    let log = process.log();
+    let lines = audited(&log);
+    let want = [
+        ("ImportPools", "imported pools: 1", "1"),
+        ("CreatePool", "pool p", "2"),
+        ("UpdatePool", "pool p", "3"),
+        ("PutAllocation", "allocation B of pool p", "4"),
+        ("DeleteAllocation", "allocation B of pool p", "5"),
+        ("PutPlan", "plan of c1", "6"),
+        ("DeletePlan", "plan of c1", "7"),
+        ("ResetUsage", "usage in pool p", "7"),
+        ("UpdateSettings", "settings +saturation_threshold", "8"),
+        ("UpdateSettings", "settings -saturation_threshold", "9"),
+        ("DeletePool", "pool p", "10"),
+    ];
+    let want = want.map(|(method, what, to)| ["nobody was asked", method, what, "", to].map(str::to_owned));
+    assert_eq!(lines, want, "{log}");
+    for path in contract().iter().filter(|path| expected(path) == ["admin"]) {
+        assert!(
+            lines.iter().any(|[_, method, ..]| path.ends_with(&format!("/{method}"))),
+            "{path} is not said"
+        );
+    }
+}
+
 #[tokio::test]
 async fn each_change_is_said_with_who_made_it() {
     let (admin, router) = (Token::new("alice", "admin").await, Token::new("r", "router").await);
@@ -261,25 +329,11 @@ async fn each_change_is_said_with_who_made_it() {
     process.end_with(nix::sys::signal::Signal::SIGTERM).await;
 
     let log = process.log();
-    let audit: Vec<serde_json::Value> = log
-        .lines()
-        .filter(|line| line.contains("quota_share::audit"))
-        .map(|line| serde_json::from_str(line).expect("a line of JSON"))
-        .collect();
-    let told = |line: &serde_json::Value, name: &str| line.get(name).cloned();
-    let lines: Vec<_> = audit
-        .iter()
-        .map(|line| ["who", "method", "what", "from_revision", "revision"].map(|name| told(line, name)))
-        .map(|fields| fields.map(|field| field.map_or_else(String::new, |value| value.to_string())))
-        .collect();
-    assert_eq!(
-        lines,
-        [
-            ["\"alice\"", "\"CreatePool\"", "\"pool team\"", "", "1"],
-            ["\"alice\"", "\"UpdateSettings\"", "\"settings +redis_url\"", "", "2"],
-            ["\"alice\"", "\"DeletePool\"", "\"pool team\"", "1", "3"],
-        ],
-        "{log}"
-    );
+    let want = [
+        ["alice", "CreatePool", "pool team", "", "1"],
+        ["alice", "UpdateSettings", "settings +redis_url", "", "2"],
+        ["alice", "DeletePool", "pool team", "1", "3"],
+    ];
+    assert_eq!(audited(&log), want, "{log}");
     assert!(!log.contains("hidden") && !log.contains(&admin.text), "{log}");
 }

@@ -267,7 +267,7 @@ impl PoolAdmin for Api {
         let Imported { pools: entries, mut warnings, skipped, .. } =
             self.service.import(import).await.map_err(of_admin)?;
         if !skipped {
-            let what = format!("{} pools were imported", entries.len());
+            let what = format!("imported pools: {}", entries.len());
             audit.changed(what, 0, self.service.directory().revision());
         }
         let mut bytes = 0;
