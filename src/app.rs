@@ -47,6 +47,7 @@ pub struct Running {
     server: JoinHandle<Result<(), grpc::ServeError>>,
     pages: Option<JoinHandle<io::Result<()>>>,
     background: Vec<JoinHandle<()>>,
+    shutdown_delay: Duration,
     stop: CancellationToken,
     cut_off: CancellationToken,
     service: Service,
@@ -141,6 +142,7 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
         server,
         pages,
         background,
+        shutdown_delay: config.shutdown_delay(),
         stop,
         cut_off,
         service,
@@ -279,7 +281,7 @@ impl Running {
 
     /// Stops in order, each step ending what feeds the next:
     ///
-    /// 1. report NOT_SERVING;
+    /// 1. report NOT_SERVING, and go on for as long as load balancers take to notice;
     /// 2. take no new call, and let open ones and changes of the configuration finish, for a bounded time;
     /// 3. wait until what was asked for is on disk, and let go of the data directory.
     pub async fn stop(self) {
@@ -287,6 +289,7 @@ impl Running {
             task.abort();
         }
         self.health.set(false).await;
+        tokio::time::sleep(self.shutdown_delay).await;
         self.stop.cancel();
         let mut server = self.server;
         match timeout(DRAIN_TIMEOUT, &mut server).await {

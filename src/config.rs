@@ -82,6 +82,10 @@ pub struct Args {
     /// How long idempotency keys and settled reservations are remembered: 1 to 86400 [default: 600]
     #[arg(long, env = "QUOTA_ID_LIFE_SECONDS", value_name = "SECONDS", hide_env_values = true)]
     pub quota_id_life_seconds: Option<String>,
+    /// After SIGTERM, how long to go on serving while health says NOT_SERVING, so that load balancers notice: 0 to 300
+    /// [default: 0]
+    #[arg(long, env = "QUOTA_SHUTDOWN_DELAY_SECONDS", value_name = "SECONDS", hide_env_values = true)]
+    pub quota_shutdown_delay_seconds: Option<String>,
     /// As OpenTelemetry defines it, like the other variables of that name
     #[arg(skip)]
     pub otel: OtelVars,
@@ -166,6 +170,8 @@ pub struct Config {
     pub signal_ttl_seconds: u32,
     /// `QUOTA_ID_LIFE_SECONDS`, at least 1
     pub id_life_seconds: u32,
+    /// `QUOTA_SHUTDOWN_DELAY_SECONDS`
+    pub shutdown_delay_seconds: u32,
     /// What is not as it was asked for, and what is done instead.
     pub warnings: Vec<String>,
 }
@@ -261,6 +267,13 @@ impl Config {
                 "30",
                 SIGNAL_TTL_SECONDS_MAX,
             ),
+            shutdown_delay_seconds: vars.read_if(
+                "QUOTA_SHUTDOWN_DELAY_SECONDS",
+                &args.quota_shutdown_delay_seconds,
+                "0",
+                |seconds| *seconds <= SHUTDOWN_DELAY_SECONDS_MAX,
+                |_| format!("a whole number from 0 to {SHUTDOWN_DELAY_SECONDS_MAX}"),
+            ),
             id_life_seconds: vars.whole(
                 "QUOTA_ID_LIFE_SECONDS",
                 &args.quota_id_life_seconds,
@@ -296,6 +309,11 @@ impl Config {
         Duration::from_millis(self.store_timeout_ms.into())
     }
 
+    /// How long the service goes on after it was told to stop.
+    pub fn shutdown_delay(&self) -> Duration {
+        Duration::from_secs(self.shutdown_delay_seconds.into())
+    }
+
     /// When a connection is closed, give or take a tenth.
     pub fn connection_age_max(&self) -> Duration {
         Duration::from_secs(self.max_connection_age_seconds.into())
@@ -329,6 +347,7 @@ impl Config {
             consumption_retention_days,
             signal_ttl_seconds,
             id_life_seconds,
+            shutdown_delay_seconds,
             warnings: _,
         } = self;
         let store_driver = self.store().choose(&StoredSettings::default()).place.driver().name();
@@ -361,6 +380,7 @@ impl Config {
             ("QUOTA_CONSUMPTION_RETENTION_DAYS", consumption_retention_days.to_string()),
             ("QUOTA_SIGNAL_TTL_SECONDS", signal_ttl_seconds.to_string()),
             ("QUOTA_ID_LIFE_SECONDS", id_life_seconds.to_string()),
+            ("QUOTA_SHUTDOWN_DELAY_SECONDS", shutdown_delay_seconds.to_string()),
         ];
         let lines = variables.iter().map(|(variable, value)| format!("{variable}={value}\n"));
         let (traces, metrics) = (exported(*traces), exported(*metrics));
@@ -388,6 +408,8 @@ fn store_driver(args: &Args) -> (StoreDriver, Vec<String>) {
 const SIGNAL_TTL_SECONDS_MAX: u32 = 86_400;
 /// A router has given up long before.
 const STORE_TIMEOUT_MS_MAX: u32 = 60_000;
+/// Who waits for the end of a process has killed it long before.
+const SHUTDOWN_DELAY_SECONDS_MAX: u32 = 300;
 const SOCKET: &str = "an address and a port, such as 127.0.0.1:50051";
 const SOCKET_OR_OFF: &str = "an address and a port, such as 127.0.0.1:9090, or off";
 

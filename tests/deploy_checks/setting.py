@@ -20,18 +20,6 @@ NO_BINARY = f"skipped: {BINARY.name} is not built (cargo build)"
 # Values that the chart is rendered with: the examples for users, and those that switch on or off whatever can be.
 VALUES = sorted([*(DEPLOY / "values").glob("*.yaml"), *(ROOT / "tests" / "data" / "deploy").glob("*.yaml")])
 
-# What the chart sets and the program of this version may not know yet.
-COMING = {
-    "QUOTA_AUTH_TOKENS_FILE",
-    "QUOTA_MAX_CALLS_IN_FLIGHT",
-    "QUOTA_MAX_CONNECTION_AGE_SECONDS",
-    "QUOTA_REFLECTION",
-    "QUOTA_TLS_CERT_FILE",
-    "QUOTA_TLS_CLIENT_AUTH",
-    "QUOTA_TLS_CLIENT_CA_FILE",
-    "QUOTA_TLS_KEY_FILE",
-}
-
 
 def text(path):
     """The text of a file of the repository."""
@@ -98,7 +86,7 @@ def known_variables():
 
 def is_known(variable):
     """Whether the program reads this variable."""
-    return variable in known_variables() | COMING or variable.startswith("OTEL_")
+    return variable in known_variables() or variable.startswith("OTEL_")
 
 
 def services():

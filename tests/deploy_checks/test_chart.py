@@ -10,7 +10,6 @@ import yaml
 
 from setting import (
     CHART,
-    COMING,
     DEPLOY,
     VALUES,
     container,
@@ -279,7 +278,7 @@ class Refused(unittest.TestCase):
     def test_what_can_be_given_in_env_is_what_the_chart_leaves_open(self):
         properties = yaml.safe_load((CHART / "values.schema.json").read_text())["properties"]["env"]["properties"]
         set_by_chart = {name for values in VALUES for name in environment(rendered(values))} - set(properties)
-        self.assertEqual(set(properties) | COMING, (known_variables() | COMING) - (set_by_chart - COMING))
+        self.assertEqual(set(properties), known_variables() - set_by_chart)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import unittest
 import urllib.request
 from pathlib import Path
 
-from setting import BINARY, COMING, NO_BINARY, VALUES, Running, container, environment, known_variables, rendered
+from setting import BINARY, NO_BINARY, VALUES, Running, container, environment, rendered
 
 TOKENS = "router-1 router " + 64 * "0" + "\n"
 
@@ -42,9 +42,6 @@ class Program(unittest.TestCase):
             with self.subTest(values=values.name), tempfile.TemporaryDirectory() as folder:
                 given = environment(rendered(values))
                 mounted(folder)
-                # Without what this version does not know it would authenticate nobody.
-                if COMING & set(given) - known_variables():
-                    given["QUOTA_INSECURE"] = "true"
                 for name, value in given.items():
                     if value is None:
                         given[name] = "redis://redis:6379"
