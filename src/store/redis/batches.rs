@@ -292,6 +292,7 @@ impl Sender {
     /// Sends batches until it is known what became of them.
     async fn send(self, batches: Vec<Batch>, _under_way: Option<OwnedSemaphorePermit>) {
         let Some(mut batches) = self.assign(batches).await else { return };
+        let sent_at = self.0.health.now();
         let mut command = self.command(&batches);
         let (mut timeout, mut pause, mut uncertain) = (ATTEMPT_MIN, PAUSE_MIN, false);
         loop {
@@ -333,8 +334,13 @@ impl Sender {
                 if batches.is_empty() {
                     return;
                 }
-                command = self.command(&batches);
             }
+            // An outage may lie between this attempt and the last.
+            batches
+                .iter_mut()
+                .flat_map(|batch| &mut batch.calls)
+                .for_each(|waiting| waiting.call.date(sent_at));
+            command = self.command(&batches);
             (timeout, pause) = ((2 * timeout).min(ATTEMPT_MAX), (2 * pause).min(PAUSE_MAX));
         }
     }
@@ -427,12 +433,20 @@ impl Sender {
         true
     }
 
-    /// Drops what has reached the store from the journal. Should that fail, the script says at the next start that it was
-    /// there.
-    fn remove_entries(&self, entries: Vec<EntryId>) {
+    /// Drops what has reached the store from the journal, as soon as it can be written. Should the service stop before, the
+    /// script says at the next start that it was there.
+    pub(super) fn remove_entries(&self, entries: Vec<EntryId>) {
         if !entries.is_empty() {
-            let journal = Arc::clone(&self.0.journal);
-            tokio::spawn(async move { journal.remove(entries).await });
+            tokio::spawn(self.clone().remove_in_the_end(entries));
+        }
+    }
+
+    async fn remove_in_the_end(self, entries: Vec<EntryId>) {
+        while self.0.journal.remove(entries.clone()).await.is_err() {
+            tokio::select! {
+                () = sleep(JOURNAL_PAUSE) => {}
+                () = self.0.stop.cancelled() => return,
+            }
         }
     }
 

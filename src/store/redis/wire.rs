@@ -63,14 +63,21 @@ impl Call {
 
     /// What is sent to a store that has lost the effect which this had at `at`; `None`: nothing.
     pub(super) fn again(mut self, at: Timestamp) -> Option<Self> {
+        self.date(at);
         match self.kind {
-            Kind::Record => {
-                // Its last argument is the time at which it was recorded, which is not told where it is now.
-                self.bytes.pop();
-                Some(self.with(&at).of_kind(Kind::Dated))
-            }
-            Kind::Dated => Some(self),
+            Kind::Record | Kind::Dated => Some(self),
             Kind::Hold | Kind::Look => None,
+        }
+    }
+
+    /// A cost that is recorded when it comes is recorded at `at` instead, whenever it comes.
+    pub(super) fn date(&mut self, at: Timestamp) {
+        if self.kind == Kind::Record {
+            // Its last argument is the time at which it was recorded, which is not told where it is now.
+            self.bytes.pop();
+            // Only what has no known length cannot be written.
+            let _ = rmp_serde::encode::write(&mut self.bytes, &at);
+            self.kind = Kind::Dated;
         }
     }
 
