@@ -10,7 +10,10 @@ use std::{
     time::Duration,
 };
 
-use tokio::{sync::oneshot, time::sleep};
+use tokio::{
+    sync::{OwnedMutexGuard, oneshot},
+    time::sleep,
+};
 use tokio_util::sync::CancellationToken;
 
 use super::{
@@ -42,11 +45,11 @@ pub(super) struct Drain {
 }
 
 impl Drain {
-    /// Goes on until `stop`.
-    pub(super) async fn run(self, stop: CancellationToken) {
-        let _turn = tokio::select! {
+    /// Goes on until `stop`. Returns its turn: whoever lets go of that leaves the journal to somebody else.
+    pub(super) async fn run(self, stop: CancellationToken) -> Option<OwnedMutexGuard<()>> {
+        let turn = tokio::select! {
             turn = self.journal.turn() => turn,
-            () = stop.cancelled() => return,
+            () = stop.cancelled() => return None,
         };
         loop {
             let back = self.health.back.notified();
@@ -54,13 +57,13 @@ impl Drain {
             if may_write && !self.journal.is_empty() {
                 tokio::select! {
                     result = self.drain() => self.tell(&result),
-                    () = stop.cancelled() => return,
+                    () = stop.cancelled() => return Some(turn),
                 }
             }
             tokio::select! {
                 () = sleep(LOOK_INTERVAL) => {}
                 () = back => {}
-                () = stop.cancelled() => return,
+                () = stop.cancelled() => return Some(turn),
             }
         }
     }

@@ -12,7 +12,11 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
-use tokio::{sync::oneshot, task::JoinHandle, time::timeout};
+use tokio::{
+    sync::{OwnedMutexGuard, oneshot},
+    task::JoinHandle,
+    time::timeout,
+};
 use tokio_util::sync::CancellationToken;
 
 use super::{
@@ -78,8 +82,8 @@ pub struct RedisLedger {
     admits: Arc<AtomicBool>,
     /// Ends what goes on by itself.
     stop: CancellationToken,
-    /// Has turns of the journal; its end is waited for.
-    drain: Mutex<Option<JoinHandle<()>>>,
+    /// Has turns of the journal, and gives its last one back when it ends, which is waited for.
+    drain: Mutex<Option<JoinHandle<Option<OwnedMutexGuard<()>>>>>,
 }
 
 impl RedisLedger {
@@ -235,8 +239,11 @@ impl RedisLedger {
             Ok(Err(_)) | Err(_) => {
                 self.health.timed_out(&slot.reach, budget);
                 // It goes on when the caller hangs up: what the journal has must be followed to its end.
-                let deferral = self.deferral(slot, deferred());
-                let settling = tokio::spawn(async move { deferral.settle(&ticket, answer).await });
+                let (deferral, waiting) = (self.deferral(slot, deferred()), self.sender.caller());
+                let settling = tokio::spawn(async move {
+                    let _waiting = waiting;
+                    deferral.settle(&ticket, answer).await
+                });
                 match settling.await.unwrap_or_else(|_| Err(stopping()))? {
                     Kept::Done(bytes) => answered(Ok(bytes), budget).map(Kept::Done),
                     Kept::Journaled => Ok(Kept::Journaled),
@@ -253,7 +260,7 @@ impl RedisLedger {
             }
             call => call,
         };
-        Deferral { journal: Arc::clone(&self.options.journal), sender: self.sender.name(), slot, call }
+        Deferral { journal: Arc::clone(&self.options.journal), sender: self.sender.clone(), slot, call }
     }
 
     /// The part of the pool that `api_key` and the accounts of `connections` in `dimensions` are; `None` if Redis has to look
@@ -348,7 +355,7 @@ fn answered<T: DeserializeOwned>(answer: Answer, budget: Duration) -> Result<T, 
 #[derive(Debug)]
 struct Deferral {
     journal: Arc<dyn Journal>,
-    sender: [u8; 16],
+    sender: Sender,
     slot: Arc<Slot>,
     call: Deferred,
 }
@@ -356,7 +363,7 @@ struct Deferral {
 impl Deferral {
     /// Keeps the call; the batch `sequence` may have carried it.
     async fn keep(&self, sequence: Option<u64>) -> Result<EntryId, LedgerError> {
-        let batch = sequence.map(|sequence| BatchName { sender: self.sender, sequence });
+        let batch = sequence.map(|sequence| BatchName { sender: self.sender.name(), sequence });
         let entry = self.journal.add(self.slot.pool, batch, &self.call).await?;
         self.journal.counts().kept();
         Ok(entry)
@@ -381,13 +388,17 @@ impl Deferral {
         };
         match ticket.keep(entry) {
             Stage::Done => {
-                self.journal.remove(vec![entry]).await?;
+                self.sender.remove_entries(vec![entry]);
                 (&mut answer).await.unwrap_or_else(|_| Err(stopping())).map(Kept::Done)
             }
-            Stage::NotDone => {
-                self.journal.assign(vec![(entry, None)]).await?;
-                Ok(Kept::Journaled)
-            }
+            Stage::NotDone => match self.journal.assign(vec![(entry, None)]).await {
+                Ok(()) => Ok(Kept::Journaled),
+                Err(error) => {
+                    // Whoever has called is told that it is not kept.
+                    self.sender.remove_entries(vec![entry]);
+                    Err(error.into())
+                }
+            },
             Stage::Waiting | Stage::Withdrawn | Stage::UnderWay(_) => Ok(Kept::Journaled),
         }
     }
@@ -647,8 +658,17 @@ impl Ledger for RedisLedger {
             );
         }
         self.sender.stop();
+        // What was without an answer until now goes to the journal, before somebody else brings that elsewhere.
+        let kept = async {
+            while self.sender.has_callers() {
+                tokio::time::sleep(CLOSE_PAUSE).await;
+            }
+        };
+        if timeout(CLOSE_TIMEOUT, kept).await.is_err() {
+            tracing::warn!("the journal did not take the last calls while the service closed it");
+        }
         if let Some(drain) = drain {
-            // It has let go of the journal, or has panicked.
+            // Its turn ends here, unless it has panicked.
             let _ = drain.await;
         }
         self.client.quit().await;
