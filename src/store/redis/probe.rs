@@ -5,7 +5,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use bytes::Bytes;
@@ -88,15 +88,27 @@ pub(super) async fn beat(
     live: Arc<AtomicU64>,
     stop: CancellationToken,
 ) {
+    let mut steady_since = Instant::now();
     loop {
-        let mut pause = PROBE_INTERVAL;
-        if health.knows_layout()
-            && !reach.is_degraded()
-            && let Ok(count) = beat_once(&client, &health, sender).await
-        {
-            live.store(count.max(1), Ordering::Relaxed);
-            pause = BEAT_INTERVAL;
+        let is_in_reach = health.knows_layout() && !reach.is_degraded();
+        let beaten =
+            if is_in_reach { beat_once(&client, &health, sender).await } else { Err(Failure::NotSent) };
+        match &beaten {
+            Ok(count) => {
+                // After an outage, whoever is back first sees nobody: the others may be back in a moment.
+                let is_steady = steady_since.elapsed() >= Duration::from_millis(ALIVE_MS);
+                let least = if is_steady { 1 } else { live.load(Ordering::Relaxed) };
+                live.store(least.max(*count), Ordering::Relaxed);
+            }
+            Err(failure) => {
+                steady_since = Instant::now();
+                // Nobody else may ask for anything. Of a cluster, this is one node of many.
+                if is_in_reach && !client.is_clustered() {
+                    health.fails(&reach, failure);
+                }
+            }
         }
+        let pause = if beaten.is_ok() { BEAT_INTERVAL } else { PROBE_INTERVAL };
         tokio::select! {
             () = sleep(pause) => {}
             () = stop.cancelled() => break,
