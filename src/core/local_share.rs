@@ -54,19 +54,23 @@ impl Known {
 }
 
 impl LocalShare {
-    /// The shared counters have answered. `all_counted`: what was spent here is in them.
-    pub fn heard(&mut self, charge: &Charge, reading: &Reading, all_counted: bool) {
+    /// The shared counters have answered, and `holds` what was asked for, which is not in the reading yet. `all_counted`:
+    /// what was spent here is in them.
+    pub fn heard(&mut self, charge: &Charge, reading: &Reading, holds: bool, all_counted: bool) {
         if all_counted {
             self.pool.values_mut().for_each(Known::forget_spent);
             self.keys.values_mut().flat_map(HashMap::values_mut).for_each(Known::forget_spent);
         }
         let own = self.keys.entry(charge.api_key.clone()).or_default();
         for (check, counters) in charge.checks.iter().zip(&reading.counters) {
+            let held = if holds { check.estimate.steps() } else { 0 };
+            let after = |of: Counter| Counter { reserved: of.reserved.saturating_add(held), ..of };
             let key = own.entry(check.counter.clone()).or_default();
-            (key.heard, key.heard_at, key.accounts) = (counters.key, reading.at, counters.accounts.clone());
+            (key.heard, key.heard_at, key.accounts) =
+                (after(counters.key), reading.at, counters.accounts.clone());
             let pool = self.pool.entry(check.counter.clone()).or_default();
             (pool.heard, pool.heard_at, pool.accounts) =
-                (counters.pool, reading.at, counters.accounts.clone());
+                (after(counters.pool), reading.at, counters.accounts.clone());
         }
     }
 

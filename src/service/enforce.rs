@@ -190,7 +190,7 @@ impl Service {
         };
         let found = match answer {
             Ok((reading, reserved)) => {
-                self.0.local_shares.heard(entry, &charge, &reading, &***ledger);
+                self.0.local_shares.heard(entry, &charge, &reading, reserved, &***ledger);
                 let verdict = Verdict::of(&charge, &reading);
                 let message = explain::message(&entry.pool, &charge, &reading, &verdict);
                 let entry = Arc::clone(entry);

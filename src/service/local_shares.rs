@@ -4,7 +4,7 @@ use parking_lot::Mutex;
 
 use crate::{
     core::{
-        admission::Reading,
+        admission::{Reading, Reserved},
         charge::{Charge, CounterKey},
         directory::PoolEntry,
         ids::{ApiKeyId, PoolRevision},
@@ -40,12 +40,20 @@ pub(super) enum Effects {
 }
 
 impl LocalShares {
-    /// The shared counters have answered.
-    pub(super) fn heard(&self, entry: &PoolEntry, charge: &Charge, reading: &Reading, ledger: &dyn Ledger) {
+    /// The shared counters have answered, and hold what was asked for if `reserved` says so.
+    pub(super) fn heard(
+        &self,
+        entry: &PoolEntry,
+        charge: &Charge,
+        reading: &Reading,
+        reserved: Option<Reserved>,
+        ledger: &dyn Ledger,
+    ) {
         if entry.pool.failure_mode == FailureMode::FailLocal {
             let pools = self.0.pin();
             let share = pools.get_or_insert_with(charge.pool, Mutex::default);
-            share.lock().heard(charge, reading, ledger.all_counted());
+            let holds = reserved.is_some_and(|reserved| !reserved.repeated);
+            share.lock().heard(charge, reading, holds, ledger.all_counted());
         }
     }
 
