@@ -57,11 +57,15 @@ pub struct Tracing {
     traces: Option<SdkTracerProvider>,
 }
 
+/// What is logged unless `RUST_LOG` says otherwise. Whether Redis is there is said once by the service, and not again by its
+/// client for every connection.
+const LOGGED: &str = "info,fred=error";
+
 impl Tracing {
     /// Sets up logs on standard error (text on a terminal, JSON elsewhere; `RUST_LOG` says what, `info` by default) and, if
     /// it is asked for, the export of traces. Call once in a process, within a Tokio runtime.
     pub fn start(otlp: &Otlp) -> Result<Self, TelemetryError> {
-        let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+        let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(LOGGED));
         let text = std::io::stderr().is_terminal();
         let logs = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
         let logs = if text { logs.boxed() } else { logs.json().flatten_event(true).boxed() };
