@@ -367,12 +367,7 @@ impl Sender {
 
     fn fails(&self, batches: &[Batch], failure: &Failure, waited: Duration) {
         for batch in batches {
-            let reach = &batch.slot.reach;
-            if failure.is_timeout() {
-                self.0.health.timed_out(reach, waited);
-            } else {
-                self.0.health.fails(reach, failure);
-            }
+            self.0.health.unanswered(&batch.slot.reach, failure, waited);
         }
     }
 
@@ -473,9 +468,7 @@ impl Sender {
                 continue;
             }
             let error = broken(&said);
-            if batch.slot.says_failure() {
-                tracing::error!(created_revision = batch.slot.pool.0, %error, "a pool's calls fail in Redis");
-            }
+            batch.slot.fails(&error);
             self.give_up(vec![batch], &error).await;
         }
         left

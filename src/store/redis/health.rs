@@ -157,6 +157,15 @@ impl Health {
         }
     }
 
+    /// What was asked with a time-out of `waited` has not been done.
+    pub(super) fn unanswered(&self, reach: &Reach, failure: &Failure, waited: Duration) {
+        if failure.is_timeout() {
+            self.timed_out(reach, waited);
+        } else {
+            self.fails(reach, failure);
+        }
+    }
+
     /// There was no answer within `waited`.
     pub(super) fn timed_out(&self, reach: &Reach, waited: Duration) {
         if reach.timed_out(waited) {

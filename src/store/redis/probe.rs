@@ -104,7 +104,7 @@ pub(super) async fn beat(
                 steady_since = Instant::now();
                 // Nobody else may ask for anything. Of a cluster, this is one node of many.
                 if is_in_reach && !client.is_clustered() {
-                    health.fails(&reach, failure);
+                    health.unanswered(&reach, failure, BEAT_TIMEOUT);
                 }
             }
         }

@@ -87,7 +87,9 @@ impl Reader {
         let mut answers = answers.into_iter();
         let said = answers.next().and_then(Result::ok).and_then(instant_of);
         let at = self.link.clock.injected().or(said).unwrap_or_default();
-        let all = answers.next().unwrap_or(Ok(Value::Null)).map_err(failed)?;
+        let all = answers.next().unwrap_or(Ok(Value::Null));
+        let all =
+            all.map_err(failed).inspect_err(|error| slot.fails(error)).map_err(LedgerError::Unreachable)?;
         let mut values = entries_of(all).into_iter().filter_map(bytes_of);
         let pairs: Vec<_> = std::iter::from_fn(|| Some((values.next()?, values.next()?))).collect();
         let mark = answers.next().and_then(Result::ok).and_then(bytes_of);
@@ -176,7 +178,11 @@ impl Link {
                 for (group, answer) in groups.into_iter().zip(answers) {
                     match answer {
                         Ok(values) => group.answer(at, entries_of(values)),
-                        Err(failure) => group.fail(&failed(failure).into()),
+                        Err(failure) => {
+                            let error = failed(failure);
+                            group.slot.fails(&error);
+                            group.fail(&LedgerError::Unreachable(error));
+                        }
                     }
                 }
             }

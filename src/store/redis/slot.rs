@@ -22,7 +22,7 @@ use super::{
 };
 use crate::{
     core::{ids::PoolRevision, units::Timestamp},
-    store::{EntryId, LedgerError},
+    store::{EntryId, LedgerError, StoreError},
 };
 
 /// Most calls of one pool that wait.
@@ -244,9 +244,11 @@ impl Slot {
         }
     }
 
-    /// A batch has failed by itself; true if that was not said before.
-    pub(super) fn says_failure(&self) -> bool {
-        !std::mem::replace(&mut self.state.lock().failure_said, true)
+    /// A call has failed by itself, for this pool alone. Said once, until a batch is applied.
+    pub(super) fn fails(&self, error: &StoreError) {
+        if !std::mem::replace(&mut self.state.lock().failure_said, true) {
+            tracing::error!(created_revision = self.pool.0, %error, "a pool's calls fail in Redis");
+        }
     }
 
     /// Takes back a call that may make the reservation `random` if it has not been sent; false if it has.
