@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
@@ -21,6 +21,7 @@ use tokio::sync::OwnedMutexGuard;
 pub(crate) struct MemoryJournal {
     entries: Mutex<BTreeMap<EntryId, Entry>>,
     is_full: AtomicBool,
+    refused: AtomicU64,
     counts: JournalCounts,
     turn: Arc<tokio::sync::Mutex<()>>,
 }
@@ -31,6 +32,11 @@ impl MemoryJournal {
         self.is_full.store(is_full, Ordering::Relaxed);
     }
 
+    /// How many writes have failed.
+    pub(crate) fn refused(&self) -> u64 {
+        self.refused.load(Ordering::Relaxed)
+    }
+
     /// All that it has, in order.
     pub(crate) fn all(&self) -> Vec<Entry> {
         self.entries.lock().values().cloned().collect()
@@ -38,6 +44,7 @@ impl MemoryJournal {
 
     fn write<T>(&self, change: impl FnOnce(&mut BTreeMap<EntryId, Entry>) -> T) -> Result<T, StoreError> {
         if self.is_full.load(Ordering::Relaxed) {
+            self.refused.fetch_add(1, Ordering::Relaxed);
             let source = Arc::new(std::io::Error::from(std::io::ErrorKind::StorageFull));
             return Err(StoreError::Unavailable { store: "the journal", doing: "writing", source });
         }
