@@ -23,7 +23,7 @@ use tokio::{
     time::timeout,
 };
 
-use crate::harness::{PATIENCE, Proxy, TestCluster, TestRedis, end_of, redis_is_missing};
+use crate::harness::{PATIENCE, Proxy, TestCluster, TestPairs, TestRedis, end_of, redis_is_missing};
 
 /// One connection that speaks Redis' protocol, as bare as it gets: a request is a line, an answer is one, too.
 #[derive(Debug)]
@@ -455,4 +455,38 @@ async fn a_proxy_loses_as_many_answers_as_it_is_told() {
     assert_eq!(open.ask("INCR lost").await, None);
     assert_eq!(Bare::to(proxy.address()).await.ask("INCR lost").await, None);
     assert_eq!(Bare::to(proxy.address()).await.ask("INCR lost").await, some(":3"));
+}
+
+#[tokio::test]
+async fn a_replica_that_was_cut_off_takes_over_without_what_it_has_not_seen() {
+    if redis_is_missing() {
+        return;
+    }
+    for mut pairs in [TestPairs::behind_sentinels().await, TestPairs::as_cluster().await] {
+        let former = pairs.master_of("{k}").await.address();
+        assert_eq!(pairs.master_of("{k}").await.cli(&["SET", "{k}", "seen"]).await, "OK");
+        pairs.until_in_step("{k}").await;
+        pairs.cut_replication("{k}").await;
+        assert_eq!(pairs.master_of("{k}").await.cli(&["SET", "{k}", "unseen"]).await, "OK");
+        pairs.kill_master("{k}").await;
+        let master = pairs.master_of("{k}").await;
+        assert_ne!(master.address(), former);
+        assert_eq!(master.cli(&["GET", "{k}"]).await, "seen");
+    }
+}
+
+#[tokio::test]
+async fn a_master_that_is_to_give_way_lives_on_as_a_replica() {
+    if redis_is_missing() {
+        return;
+    }
+    for mut pairs in [TestPairs::behind_sentinels().await, TestPairs::as_cluster().await] {
+        let former = pairs.master_of("{k}").await.address();
+        pairs.fail_over("{k}").await;
+        let master = pairs.master_of("{k}").await;
+        assert_ne!(master.address(), former);
+        assert_eq!(master.cli(&["SET", "{k}", "v"]).await, "OK");
+        let role = Bare::to(former).await.ask("ROLE").await;
+        assert_eq!(role, some("*5"), "a replica says five things of itself, a master three");
+    }
 }

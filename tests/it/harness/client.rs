@@ -5,6 +5,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
 use tonic::{
     Response, Status,
     transport::{Channel, Endpoint},
@@ -41,7 +45,25 @@ pub(crate) fn told<T>(result: Result<Response<T>, Status>) -> T {
     }
 }
 
+/// GET of one of the pages for probes and Prometheus: the status line's code and the body.
+pub(super) async fn page(address: SocketAddr, path: &str) -> (u16, String) {
+    let mut stream = TcpStream::connect(address).await.expect("the server accepts connections");
+    let request = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.expect("the server reads");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.expect("the server answers");
+    let (head, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
+    let code = head.split(' ').nth(1).and_then(|code| code.parse().ok()).expect("a status line");
+    (code, body.to_owned())
+}
+
 impl Client {
+    /// A connection that is made with the first call, and anew whenever it was lost.
+    pub(crate) fn lazy(address: SocketAddr) -> Self {
+        let endpoint = Endpoint::from_shared(format!("http://{address}")).expect("an address is a URI");
+        Self { address, channel: endpoint.connect_lazy() }
+    }
+
     pub(crate) async fn connect(address: SocketAddr) -> Self {
         let endpoint = Endpoint::from_shared(format!("http://{address}")).expect("an address is a URI");
         let channel = endpoint.connect().await.expect("the server accepts connections");

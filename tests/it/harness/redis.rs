@@ -28,7 +28,7 @@ use tokio::{
 
 use super::{
     ports,
-    process::{PATIENCE, STARTING, end_of},
+    process::{Ended, PATIENCE, STARTING, end_of},
 };
 
 const POLL: Duration = Duration::from_millis(5);
@@ -80,7 +80,8 @@ impl TestRedis {
         Self::start_with(&[]).await
     }
 
-    /// A server with these arguments, which it gets at a restart, too.
+    /// A server with these arguments, which it gets at a restart, too. A first one that is no option is the path of its
+    /// configuration.
     pub(crate) async fn start_with(args: &[&str]) -> Self {
         let folder = TempDir::new().expect("a temporary folder");
         let args: Vec<_> = args.iter().map(|&arg| arg.to_owned()).collect();
@@ -174,15 +175,25 @@ impl TestRedis {
 
     /// What redis-cli prints when it is asked this. A refusal of the server is printed as well.
     pub(crate) async fn cli(&self, args: &[&str]) -> String {
+        let ended = self.ended_cli(args).await;
+        assert_eq!(ended.code, Some(0), "redis-cli {args:?}: {} {}", ended.stdout, ended.stderr);
+        ended.stdout.trim_end().to_owned()
+    }
+
+    /// The same of a server that may hang up; `None` if it does.
+    pub(super) async fn try_cli(&self, args: &[&str]) -> Option<String> {
+        let ended = self.ended_cli(args).await;
+        (ended.code == Some(0)).then(|| ended.stdout.trim_end().to_owned())
+    }
+
+    async fn ended_cli(&self, args: &[&str]) -> Ended {
         // It would wait for a paused server for ever.
         let mut command = Command::new("timeout");
         command
             .arg(PATIENCE.as_secs().to_string())
             .args(["redis-cli", "-p", &self.port.to_string()])
             .args(args);
-        let ended = end_of(&mut command).await;
-        assert_eq!(ended.code, Some(0), "redis-cli {args:?}: {} {}", ended.stdout, ended.stderr);
-        ended.stdout.trim_end().to_owned()
+        end_of(&mut command).await
     }
 
     /// Has a server that was started with a certificate listen with TLS, too, on the port that is returned.
@@ -206,18 +217,27 @@ impl TestRedis {
     }
 }
 
-/// Three masters that share all slots, without replicas, each of which is a server as any other. They keep nothing but
-/// what they know of the cluster.
+/// Three masters that share all slots, each of which is a server as any other. They keep nothing but what they know of
+/// the cluster.
 #[derive(Debug)]
 pub(crate) struct TestCluster {
+    /// The masters first.
     nodes: Vec<TestRedis>,
 }
 
 impl TestCluster {
-    /// A cluster with nothing in it. It takes two seconds: a master of a cluster takes no writes before.
+    /// A cluster with nothing in it, without replicas. It takes two seconds: a master of a cluster takes no writes
+    /// before.
     pub(crate) async fn start() -> Self {
+        Self::start_nodes(MASTERS).await
+    }
+
+    /// The same with so many nodes, of which all but the first three have no slots.
+    pub(super) async fn start_nodes(nodes: usize) -> Self {
         let args = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1500"];
-        let nodes = join_all((0..MASTERS).map(|_| TestRedis::start_with(&args))).await;
+        // What copies a master is told to does so at once.
+        let args = [&args[..], &["--repl-diskless-sync-delay", "0"]].concat();
+        let nodes = join_all((0..nodes).map(|_| TestRedis::start_with(&args))).await;
         let cluster = Self { nodes };
         for node in 0..MASTERS {
             let [first, last] = [SLOTS * node / MASTERS, SLOTS * (node + 1) / MASTERS - 1];
@@ -225,9 +245,10 @@ impl TestCluster {
             cluster.order(node, &["CLUSTER", "SET-CONFIG-EPOCH", &(node + 1).to_string()]).await;
         }
         // Each is told of each, which is faster than that one hears of the other through the third.
-        for (node, other) in [(0, 1), (0, 2), (1, 2)] {
-            let port = cluster.nodes[other].port.to_string();
-            cluster.order(node, &["CLUSTER", "MEET", "127.0.0.1", &port]).await;
+        for node in 0..cluster.nodes.len() {
+            for other in &cluster.nodes[node + 1..] {
+                cluster.order(node, &["CLUSTER", "MEET", "127.0.0.1", &other.port.to_string()]).await;
+            }
         }
         cluster.until_it_is_whole().await;
         cluster
@@ -244,7 +265,7 @@ impl TestCluster {
         format!("redis-cluster://{first}?node={second}&node={third}")
     }
 
-    /// In the order of their slots.
+    /// The masters in the order of their slots, then the others.
     pub(crate) fn nodes(&self) -> &[TestRedis] {
         &self.nodes
     }
@@ -252,6 +273,16 @@ impl TestCluster {
     /// The same, to be killed and started again.
     pub(crate) fn nodes_mut(&mut self) -> &mut [TestRedis] {
         &mut self.nodes
+    }
+
+    /// Which of the masters has this slot, as long as none was moved.
+    pub(crate) fn place_of(slot: u16) -> usize {
+        (0..MASTERS).rfind(|node| SLOTS * node / MASTERS <= usize::from(slot)).expect("the first has slot 0")
+    }
+
+    /// Its servers, for somebody else to look after.
+    pub(super) fn into_nodes(self) -> Vec<TestRedis> {
+        self.nodes
     }
 
     /// As [`TestRedis::cli`], of one node; `-c` among the arguments follows where that one points to.
@@ -262,10 +293,11 @@ impl TestCluster {
     /// Waits until all nodes see all nodes and take commands.
     pub(crate) async fn until_it_is_whole(&self) {
         let asked = Instant::now();
-        for node in 0..MASTERS {
+        let all = format!("cluster_known_nodes:{}", self.nodes.len());
+        for node in 0..self.nodes.len() {
             loop {
                 let info = self.cli(node, &["CLUSTER", "INFO"]).await;
-                if info.contains("cluster_state:ok") && info.contains("cluster_known_nodes:3") {
+                if info.contains("cluster_state:ok") && info.contains(&all) {
                     break;
                 }
                 assert!(asked.elapsed() < PATIENCE, "the cluster is not whole: {info}");
@@ -299,11 +331,11 @@ impl TestCluster {
         }
     }
 
-    async fn id(&self, node: usize) -> String {
+    pub(super) async fn id(&self, node: usize) -> String {
         self.cli(node, &["CLUSTER", "MYID"]).await
     }
 
-    async fn order(&self, node: usize, args: &[&str]) {
+    pub(super) async fn order(&self, node: usize, args: &[&str]) {
         assert_eq!(self.cli(node, args).await, "OK", "{args:?}");
     }
 }
@@ -336,9 +368,12 @@ impl Server {
     }
 
     async fn spawn(folder: &Path, port: u16, args: &[String]) -> Self {
+        let has_path = args.first().is_some_and(|first| !first.starts_with("--"));
+        let (path, args) = args.split_at(usize::from(has_path));
         let starting = STARTING.write().await;
         let mut guard = Command::new("sh")
             .args(["-c", GUARD, "sh"])
+            .args(path)
             .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--unixsocket", SOCKET])
             .args(["--save", "", "--appendonly", "no"])
             .args(args)

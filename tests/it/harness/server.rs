@@ -9,6 +9,13 @@ use std::{
     time::Duration,
 };
 
+use super::{
+    Client, TestRedis,
+    client::page,
+    pb::settings::StoreDriver,
+    process::{PATIENCE, STARTING},
+    redis_is_missing,
+};
 use quota_share::{
     app::{self, Running},
     clock::{Clock, ManualClock},
@@ -17,17 +24,6 @@ use quota_share::{
     store::redis::RedisUrl,
 };
 use tempfile::TempDir;
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
-};
-
-use super::{
-    Client, TestRedis,
-    pb::settings::StoreDriver,
-    process::{PATIENCE, STARTING},
-    redis_is_missing,
-};
 
 /// 2026-07-01T00:00:00Z: the edge of an hour, of a bucket of 5 h and of a day.
 pub(crate) const T0: Timestamp = Timestamp::from_unix_ms(1_782_864_000_000);
@@ -97,14 +93,7 @@ impl TestServer {
     pub(crate) async fn page(&self, path: &str) -> (u16, String) {
         let running = self.running.as_ref().expect("a server that was started");
         let address = running.http_address().expect("pages are served");
-        let mut stream = TcpStream::connect(address).await.expect("the server accepts connections");
-        let request = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
-        stream.write_all(request.as_bytes()).await.expect("the server reads");
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).await.expect("the server answers");
-        let (head, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
-        let code = head.split(' ').nth(1).and_then(|code| code.parse().ok()).expect("a status line");
-        (code, body.to_owned())
+        page(address, path).await
     }
 
     /// A server with nothing in it.

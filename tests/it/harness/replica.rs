@@ -1,0 +1,79 @@
+//! A replica of several: the binary on a Redis, at addresses to which it comes back.
+
+use std::{net::SocketAddr, path::Path};
+
+use super::{Client, TestProcess, client::page, ports};
+
+/// A process as [`TestProcess`], whose addresses, settings and data outlive it. Killed with the value.
+#[derive(Debug)]
+pub(crate) struct TestReplica {
+    process: TestProcess,
+    address: SocketAddr,
+    http_address: SocketAddr,
+    vars: Vec<(&'static str, String)>,
+    /// Of the processes before this one.
+    former_logs: String,
+}
+
+impl TestReplica {
+    /// A replica with no pools that counts in the Redis at `url`, with `vars` in its environment besides.
+    pub(crate) async fn start(url: &str, vars: &[(&'static str, &str)]) -> Self {
+        let (address, http_address) = (ports::free().await, ports::free().await);
+        let mut vars: Vec<_> = vars.iter().map(|(name, value)| (*name, (*value).to_owned())).collect();
+        vars.extend([
+            ("QUOTA_LISTEN", address.to_string()),
+            ("QUOTA_HTTP_LISTEN", http_address.to_string()),
+            ("QUOTA_STORE_DRIVER", "redis".to_owned()),
+            ("QUOTA_STORE_REDIS_URL", url.to_owned()),
+        ]);
+        let process = TestProcess::start_with(&borrowed(&vars)).await;
+        Self { process, address, http_address, vars, former_logs: String::new() }
+    }
+
+    /// A connection of one's own, which comes back with the replica.
+    pub(crate) fn client(&self) -> Client {
+        Client::lazy(self.address)
+    }
+
+    pub(crate) fn data_dir(&self) -> &Path {
+        self.process.data_dir()
+    }
+
+    /// SIGKILL, and waits until the process is gone.
+    pub(crate) fn kill(&mut self) {
+        self.process.kill();
+    }
+
+    /// Starts a process at the same addresses and on the same data.
+    pub(crate) async fn restart(&mut self) {
+        self.kill();
+        self.former_logs += &self.process.log();
+        self.process.restart_with(&borrowed(&self.vars)).await;
+    }
+
+    /// What all its processes have logged until now.
+    pub(crate) fn log(&self) -> String {
+        format!("{}{}", self.former_logs, self.process.log())
+    }
+
+    /// The sum of a metric over its labels; 0 where there is none of this name.
+    pub(crate) async fn metric(&self, name: &str) -> f64 {
+        let (_, metrics) = page(self.http_address, "/metrics").await;
+        let values = metrics.lines().filter_map(|line| {
+            let rest = line.strip_prefix(name)?;
+            let is_whole_name = rest.starts_with(['{', ' ']);
+            is_whole_name.then(|| rest.rsplit(' ').next()?.parse::<f64>().ok())?
+        });
+        values.sum()
+    }
+
+    /// How many records and releases wait in its journal for the shared counters.
+    pub(crate) async fn journal_entries(&self) -> u64 {
+        let told = self.process.status().await.journal_length.unsigned_abs();
+        told.max(self.metric("quota_share_journal_entries").await as u64)
+    }
+}
+
+fn borrowed<'a>(vars: &'a [(&'static str, String)]) -> Vec<(&'static str, &'a str)> {
+    vars.iter().map(|(name, value)| (*name, value.as_str())).collect()
+}
