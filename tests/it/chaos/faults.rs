@@ -15,7 +15,7 @@ const LONGEST_QUIET_MS: u64 = 6_000;
 /// A family of faults, as an option names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FaultKind {
-    /// SIGKILL of a replica.
+    /// A replica ends, killed or told to, and comes back to what it has written.
     Kill,
     /// Redis ends, killed or told to, and comes back with what it has written.
     Restart,
@@ -43,6 +43,7 @@ impl FaultKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fault {
     ReplicaKilled,
+    ReplicaToldToEnd,
     RedisKilled,
     RedisToldToEnd,
     RedisStopped,
@@ -54,14 +55,15 @@ enum Fault {
 }
 
 impl Fault {
-    const OF_REPLICA: [Self; 1] = [Self::ReplicaKilled];
+    // Most are killed: that is harder.
+    const OF_REPLICA: [Self; 3] = [Self::ReplicaKilled, Self::ReplicaKilled, Self::ReplicaToldToEnd];
     const OF_REDIS: [Self; 3] = [Self::RedisKilled, Self::RedisToldToEnd, Self::RedisStopped];
     const OF_LINE: [Self; 5] =
         [Self::LineCut, Self::LineRefused, Self::AnswersLost, Self::LineSwallows, Self::LineHangs];
 
     fn kind(self) -> FaultKind {
         match self {
-            Fault::ReplicaKilled => FaultKind::Kill,
+            Fault::ReplicaKilled | Fault::ReplicaToldToEnd => FaultKind::Kill,
             Fault::RedisKilled | Fault::RedisToldToEnd => FaultKind::Restart,
             Fault::LineCut | Fault::LineRefused | Fault::AnswersLost => FaultKind::Cut,
             Fault::RedisStopped | Fault::LineSwallows | Fault::LineHangs => FaultKind::Hang,
@@ -92,14 +94,14 @@ impl Troubles {
     /// Those of the thing with this number: no two have the same.
     fn new(setting: &Setting, number: usize, possible: &[Fault]) -> Self {
         let run_ms = setting.seconds * 1_000;
-        // Redis has troubles more often than others, as they are everybody's.
-        let longest_ms = if number == 0 { LONGEST_QUIET_MS } else { 2 * LONGEST_QUIET_MS };
+        // There are several of everything else, and all of it together would hardly ever work.
+        let rarely = if number == 0 { 1 } else { 2 };
         let random = StdRng::seed_from_u64(setting.seed.wrapping_mul(1_000).wrapping_add(number as u64));
         let asked = |fault: &Fault| setting.faults[fault.kind() as usize];
         Self {
             random,
             possible: possible.iter().copied().filter(asked).collect(),
-            quiet_ms_max: (run_ms / 4).min(longest_ms),
+            quiet_ms_max: rarely * (run_ms / 4).min(LONGEST_QUIET_MS),
             away_ms_max: (run_ms / 6).min(AWAY_MS_MAX),
             happened: Vec::new(),
         }
@@ -123,7 +125,7 @@ impl Troubles {
     }
 }
 
-/// Kills a replica now and then. Returns it as it is when the run is over: it runs.
+/// Ends a replica now and then. Returns it as it is when the run is over: it runs.
 pub(super) async fn trouble_replica(
     mut replica: TestReplica,
     number: usize,
@@ -131,8 +133,11 @@ pub(super) async fn trouble_replica(
     course: Course,
 ) -> (TestReplica, Vec<Happened>) {
     let mut troubles = Troubles::new(&setting, 1 + 2 * number, &Fault::OF_REPLICA);
-    while let Some((_, away)) = troubles.next(&course, &format!("replica {number}")).await {
-        replica.kill();
+    while let Some((fault, away)) = troubles.next(&course, &format!("replica {number}")).await {
+        match fault {
+            Fault::ReplicaToldToEnd => replica.stop().await,
+            _ => replica.kill(),
+        }
         course.pause(away / 3).await;
         replica.restart().await;
     }

@@ -29,6 +29,8 @@ const TIGHT_SECONDS: u64 = 3;
 /// The longest life of a reservation, in ms.
 const LIFE_MS_MAX: u64 = 5_000;
 const POLL: Duration = Duration::from_millis(20);
+/// Of one that begins, ends, and takes turns with others.
+const WARNINGS_OF_A_FAULT_MAX: usize = 4;
 /// How many broken promises are shown; all are kept.
 const SHOWN_MAX: usize = 20;
 
@@ -87,6 +89,8 @@ pub(super) struct Report {
     pub(super) book: Book,
     pub(super) faults: Vec<(&'static str, usize)>,
     looks: u64,
+    /// The most that was certainly admitted to a pool without room, and the most that was shown as used.
+    fullest: (i64, f64),
     drained_in: Duration,
     warnings: Vec<usize>,
     /// Promises that were broken, in words.
@@ -183,14 +187,17 @@ pub(super) async fn chaos(setting: Setting) -> Report {
     broken.extend(left_over(&clients, &pools).await);
     broken
         .extend(miscounted(&clients, &pools, &book).await.into_iter().map(|of| format!("in the end, {of}")));
+    let warnings: Vec<_> = stage.replicas.iter().map(|replica| warnings_in(&replica.log())).collect();
+    broken.extend(talkative(&warnings, happened.len()));
     let kept = (!broken.is_empty()).then(|| keep(&setting, &stage, &happened, &book, &broken));
     let count = |kind: FaultKind| happened.iter().filter(|fault| fault.kind == kind).count();
     Report {
         setting,
         faults: FaultKind::EACH.map(|kind| (kind.name(), count(kind))).into(),
         looks: seen.looks,
+        fullest: fullest(&book, &seen),
         drained_in,
-        warnings: stage.replicas.iter().map(|replica| warnings_in(&replica.log())).collect(),
+        warnings,
         book,
         broken,
         kept,
@@ -274,6 +281,12 @@ fn overbooked(pools: &[SharedPool], book: &Book, seen: &Seen) -> Vec<String> {
     broken
 }
 
+fn fullest(book: &Book, seen: &Seen) -> (i64, f64) {
+    let certain = book.certain.values().map(|spans| most_certain(spans).0).max();
+    let tight = seen.most_used.iter().filter(|(pool, _)| book.certain.contains_key(*pool));
+    (certain.unwrap_or(0), tight.map(|(_, used)| *used).fold(0.0, f64::max))
+}
+
 /// Records that were acknowledged and are not known when they are sent once more.
 pub(crate) async fn sent_again(replicas: &[Client], book: &Book) -> Vec<String> {
     let mut broken = Vec::new();
@@ -315,8 +328,20 @@ pub(crate) async fn left_over(replicas: &[Client], pools: &[SharedPool]) -> Vec<
     broken
 }
 
+/// Replicas that have warned of more than what happened: it is said once when something begins or ends.
+fn talkative(warnings: &[usize], faults: usize) -> Vec<String> {
+    let most = WARNINGS_OF_A_FAULT_MAX * (faults + 1);
+    let too_many = warnings.iter().enumerate().filter(|(_, count)| **count > most);
+    too_many
+        .map(|(number, count)| format!("replica {number} gave {count} warnings in {faults} faults"))
+        .collect()
+}
+
+/// The service's own, not those of its libraries.
 fn warnings_in(log: &str) -> usize {
-    log.lines().filter(|line| line.contains(r#""level":"WARN""#)).count()
+    let is_own =
+        |line: &&str| line.contains(r#""level":"WARN""#) && line.contains(r#""target":"quota_share"#);
+    log.lines().filter(is_own).count()
 }
 
 /// Keeps what is needed to see why a promise was broken; returns where.
@@ -375,6 +400,11 @@ impl fmt::Display for Report {
             f,
             "  reservations   {} held, {} settled, {} released; {} blocked, {} repeated",
             book.held, book.settled, book.released, book.blocked, book.repeated
+        )?;
+        let (certain, shown) = self.fullest;
+        writeln!(
+            f,
+            "  without room   {certain} tokens certainly admitted to one pool, {shown} shown as used"
         )?;
         for (replica, warnings) in self.warnings.iter().enumerate() {
             let (answers, seconds) =

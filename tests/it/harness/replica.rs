@@ -2,6 +2,8 @@
 
 use std::{net::SocketAddr, path::Path};
 
+use nix::sys::signal::Signal;
+
 use super::{Client, TestProcess, client::page, ports};
 
 /// A process as [`TestProcess`], whose addresses, settings and data outlive it. Killed with the value.
@@ -42,6 +44,12 @@ impl TestReplica {
     /// SIGKILL, and waits until the process is gone.
     pub(crate) fn kill(&mut self) {
         self.process.kill();
+    }
+
+    /// SIGTERM, and waits until the process has ended, which it does well.
+    pub(crate) async fn stop(&mut self) {
+        let (code, _) = self.process.end_with(Signal::SIGTERM).await;
+        assert_eq!(code, Some(0), "{}", self.process.log());
     }
 
     /// Starts a process at the same addresses and on the same data.
