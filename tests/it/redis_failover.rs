@@ -49,14 +49,17 @@ struct Scene {
 impl Scene {
     async fn set_up(redis: TestPairs, replicas: usize, timeout_ms: &str) -> Self {
         let pools = [SharedPool::new("open", Kind::Roomy, FailureMode::FailOpen)];
+        let vars = [("QUOTA_STORE_TIMEOUT_MS", timeout_ms)];
         let mut started = Vec::new();
         for _ in 0..replicas {
-            let replica = TestReplica::start(&redis.url(), &[("QUOTA_STORE_TIMEOUT_MS", timeout_ms)]).await;
-            pools[0].create(&replica.client(), CALLERS).await;
-            replica.client().until_counters_are_in_reach().await;
-            started.push(replica);
+            started.push(TestReplica::start(&redis.url(), &vars).await);
         }
         let clients: Vec<_> = started.iter().map(TestReplica::client).collect();
+        pools[0].create(&clients[0], CALLERS).await;
+        for client in &clients {
+            client.until_it_follows(&clients[0]).await;
+            client.until_counters_are_in_reach().await;
+        }
         let revision = clients[0].get_pool("open").await.pool.expect("the pool").revision;
         Self { redis, replicas: started, clients, pools, tag: format!("{{{revision}}}") }
     }
@@ -202,10 +205,9 @@ async fn what_only_a_dead_master_of_a_cluster_knew_is_sent_again() {
 async fn sent_again_in_order(redis: Option<TestPairs>) {
     let Some(redis) = redis else { return };
     let mut scene = Scene::set_up(redis, 2, "2000").await;
-    for client in &scene.clients {
-        client.put_plan("c1", [dimension(TOKENS, 1_000.0)]).await;
-        client.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
-    }
+    scene.clients[0].put_plan("c1", [dimension(TOKENS, 1_000.0)]).await;
+    scene.clients[0].create(pool("p", ["c1"], [hard("A", 100.0)])).await;
+    scene.clients[1].until_it_follows(&scene.clients[0]).await;
     let revision = scene.clients[0].get_pool("p").await.pool.expect("the pool").revision;
     let tag = format!("{{{revision}}}");
     let client = |n: usize| &scene.clients[n % 2];

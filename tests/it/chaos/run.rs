@@ -115,15 +115,14 @@ impl Stage {
         let vars = [("QUOTA_STORE_TIMEOUT_MS", TIMEOUT_MS)];
         let urls: Vec<_> = lines.iter().map(Proxy::url).collect();
         let replicas = join_all(urls.iter().map(|url| TestReplica::start(url, &vars))).await;
-        // Replicas have to have the same pools from the same changes in the same order.
-        let create = async |replica: &TestReplica| {
-            let client = replica.client();
-            for pool in pools {
-                pool.create(&client, setting.clients).await;
-            }
-            client.until_counters_are_in_reach().await;
-        };
-        join_all(replicas.iter().map(create)).await;
+        let writer = replicas[0].client();
+        for pool in pools {
+            pool.create(&writer, setting.clients).await;
+        }
+        for replica in &replicas {
+            replica.client().until_it_follows(&writer).await;
+            replica.client().until_counters_are_in_reach().await;
+        }
         Self { redis, lines, replicas }
     }
 
