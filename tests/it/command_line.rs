@@ -58,6 +58,7 @@ async fn check_prints_what_is_in_force_and_no_secret() {
                 QUOTA_CONSUMPTION_RETENTION_DAYS=14\n\
                 QUOTA_SIGNAL_TTL_SECONDS=30\n\
                 QUOTA_ID_LIFE_SECONDS=600\n\
+                QUOTA_SHUTDOWN_DELAY_SECONDS=0\n\
                 # OTLP: traces are exported, metrics are not exported\n";
     assert_eq!((ended.code, ended.stdout.as_str()), (Some(0), want));
     let warning = "warning: QUOTA_STORE_DRIVER=\"mongo\" is not a known driver: using sqlite\n";

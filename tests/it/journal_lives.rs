@@ -315,6 +315,7 @@ async fn a_history(seed: u64) -> u64 {
         timeout: BUDGET,
         clock: standing(),
         journal: Arc::clone(&journal) as _,
+        admits: true,
     };
     let options = options();
     for _ in 0..random.random_range(6..12) {

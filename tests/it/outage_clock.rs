@@ -23,8 +23,11 @@ async fn with_pools(url: &str, clock: &Arc<ManualClock>) -> TestServer {
     server
 }
 
-/// What is recorded, and when: minute | key | connection | tokens | what the provider says: per cent, seconds to the end.
-const RECORDS: [(u64, &str, &str, i64, Option<(f64, u64)>); 14] = [
+/// Minute | key | connection | tokens | what the provider says: per cent, seconds to the end.
+type Row = (u64, &'static str, &'static str, i64, Option<(f64, u64)>);
+
+/// What is recorded, and when.
+const RECORDS: [Row; 14] = [
     (10, "A", "c1", 5, None),
     (10, "B", "c1", 50, None),
     (10, "A", "c2", 10, Some((0.0, 3_000))),
