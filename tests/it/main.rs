@@ -39,6 +39,7 @@ mod redis_keeps;
 mod redis_team;
 mod replay;
 mod reservations_outlive;
+mod rolling_restart;
 mod rule_properties;
 mod scenarios;
 mod secrets;
