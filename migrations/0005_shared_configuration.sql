@@ -15,5 +15,6 @@ CREATE TABLE deletions (
     deleted_ms INTEGER NOT NULL CHECK (deleted_ms >= 0)
 ) STRICT, WITHOUT ROWID;
 
--- Settings that are stored have been written: when is not known.
-UPDATE service SET settings_revision = config_revision WHERE settings <> '{}' AND config_revision > 0;
+-- Settings that are stored have been written: when is not known. They get a revision that no other document has.
+UPDATE service SET settings_revision = config_revision + 1, config_revision = config_revision + 1
+WHERE settings <> '{}';

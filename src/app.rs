@@ -1,5 +1,6 @@
 //! The composition root: builds the service, runs it, and takes it apart.
 
+mod adopt;
 mod doors;
 mod drivers;
 
@@ -9,6 +10,7 @@ use tokio::{net::TcpListener, sync::watch, task::JoinHandle, time::timeout};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
+pub use self::adopt::{AdoptError, Adopted, adopt};
 use self::{
     doors::{Following, doors},
     drivers::Drivers,
@@ -16,7 +18,7 @@ use self::{
 use crate::{
     clock::Clock,
     config::{Config, InvalidConfig},
-    core::{import::Import, settings::Settings},
+    core::{directory::Directory, import::Import, settings::Settings},
     service::{AdminError, Counters, Imported, Service, Start},
     store::{
         DirectoryStore, Journal, OpenLedger, Place, StoreError,
@@ -166,7 +168,18 @@ enum Counts {
     Unused,
 }
 
-async fn open(config: &Config, clock: Arc<dyn Clock>, counts: Counts) -> Result<Opened, StartError> {
+/// The data directory with what is in it, and what opens counters.
+struct Base {
+    store: Arc<SqliteStore>,
+    directories: Arc<SqliteDirectory>,
+    directory: Directory,
+    replica_id: String,
+    journal: Arc<dyn Journal>,
+    drivers: Drivers,
+    metrics: Arc<Metrics>,
+}
+
+async fn base(config: &Config, clock: Arc<dyn Clock>) -> Result<Base, StartError> {
     let store = Arc::new(SqliteStore::open(&config.data_dir).await?);
     let directories = Arc::new(SqliteDirectory::new(&store));
     let directory = directories.load().await?;
@@ -176,11 +189,17 @@ async fn open(config: &Config, clock: Arc<dyn Clock>, counts: Counts) -> Result<
     let drivers = Drivers {
         store: Arc::clone(&store),
         committed: Arc::new(metrics.commits()),
-        clock: Arc::clone(&clock),
+        clock,
         replica_id: replica_id.clone(),
         journal: Arc::clone(&journal),
         timeout: config.store_timeout(),
     };
+    Ok(Base { store, directories, directory, replica_id, journal, drivers, metrics })
+}
+
+async fn open(config: &Config, clock: Arc<dyn Clock>, counts: Counts) -> Result<Opened, StartError> {
+    let Base { store, directories, directory, replica_id, journal, drivers, metrics } =
+        base(config, Arc::clone(&clock)).await?;
     let place = match &counts {
         Counts::Chosen => config.store().choose(directory.settings()).place,
         Counts::Unused => Place::Sqlite,
@@ -261,6 +280,9 @@ async fn sweep(store: Arc<SqliteStore>, service: Service, metrics: Arc<Metrics>,
         interval.tick().await;
         metrics.refresh(&service).await;
         service.compact();
+        if let Err(error) = service.forget_deletions().await {
+            tracing::debug!(error = &error as &dyn std::error::Error, "deletions are remembered for longer");
+        }
         match store.sweep(clock.now(), service.settings().consumption_retention_days).await {
             Ok(rows) => tracing::debug!(rows, "swept"),
             Err(error) => tracing::warn!(error = &error as &dyn std::error::Error, "the sweep failed"),

@@ -17,7 +17,7 @@ use serde_json::Value;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
-    app,
+    app::{self, Adopted},
     clock::SystemClock,
     config::{Args, Config, InvalidConfig, OtelVars},
     core::{
@@ -81,6 +81,18 @@ enum Command {
     Export {
         #[command(flatten)]
         data: DataDir,
+    },
+    #[command(
+        about = "Take over the configuration of the Redis that is configured, and set the one here aside",
+        long_about = None,
+        after_help = ADOPT_HELP
+    )]
+    Adopt {
+        /// Leave records that wait for another Redis to the file that is set aside: they are counted nowhere
+        #[arg(long)]
+        set_journal_aside: bool,
+        #[command(flatten)]
+        args: Args,
     },
     /// Ask a running service on this machine whether it serves
     #[command(after_help = HEALTHCHECK_HELP)]
@@ -149,6 +161,14 @@ const EXPORT_HELP: &str = "\
 `quota-share import` takes it back; each pool in it can be given to CreatePool, each plan to PutPlan. It is the
 configuration of one moment, without counters and without the choice of a driver, which belongs to each replica.";
 
+const ADOPT_HELP: &str = "\
+For a replica that found another configuration in its Redis than its own and therefore decides nothing. Pools, plans and
+settings of the Redis take the place of those here; the replica keeps its id, and its stored driver and URL. The former
+storage.sqlite is kept under a name with a time stamp, never deleted. In the Redis nothing is changed.
+
+The data directory must not be in use. Nothing is done while records wait in the journal, unless --set-journal-aside is
+given.";
+
 const HEALTHCHECK_HELP: &str = "\
 For the probes of containers: asks grpc.health.v1 and exits with 0 if the answer is SERVING and comes within 2 seconds,
 else with 1. With the service's own variables in its environment it needs no others, unless the service asks for
@@ -172,6 +192,7 @@ impl Cli {
             Command::Check(args) => check(&with_otel(args)),
             Command::Import { file, data } => import(&file, data).await,
             Command::Export { data } => export(data).await,
+            Command::Adopt { set_journal_aside, args } => adopt(&with_otel(args), set_journal_aside).await,
             Command::Healthcheck(args) => healthcheck(args).await,
             Command::Token { command: TokenCommand::New { name, role } } => new_token(&name, &role),
         };
@@ -272,6 +293,20 @@ async fn export(data: DataDir) -> Result<(), Failure> {
     let config = data.config()?;
     let directory = SqliteDirectory::read_only(&config.data_dir).await?.load().await?;
     print(&document::write(&directory))
+}
+
+async fn adopt(args: &Args, set_journal_aside: bool) -> Result<(), Failure> {
+    let config = Config::check(args)?;
+    let Adopted { lineage, revision, pools, set_aside } =
+        app::adopt(&config, Arc::new(SystemClock), set_journal_aside).await?;
+    let Some(set_aside) = set_aside else {
+        return print(&format!(
+            "nothing to do: the configuration here is {lineage} already, that of the Redis\n"
+        ));
+    };
+    let pools = count(pools, "pool");
+    print(&format!("took over the configuration {lineage}: {pools}, revision {revision}\n"))?;
+    print(&format!("what was here is kept in {}\n", set_aside.display()))
 }
 
 async fn healthcheck(args: HealthcheckArgs) -> Result<(), Failure> {

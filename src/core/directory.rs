@@ -226,6 +226,8 @@ pub enum Write {
     DeletePlan(ConnectionId),
     /// The settings' new document.
     PutSettings(Arc<SettingsEntry>),
+    /// What is remembered of a deletion, its revision and instant, where nothing else changes; `None`: nothing any more.
+    Deletion(DocumentName, Option<(u64, Timestamp)>),
 }
 
 /// The directory after a change, and the documents that differ.
@@ -309,7 +311,13 @@ impl Directory {
 
     /// It has nothing that other replicas could miss.
     pub fn is_bare(&self) -> bool {
-        self.pools.is_empty() && self.plans.is_empty() && self.settings.revision == 0
+        let no_settings = self.settings().shared() == StoredSettings::default();
+        self.pools.is_empty() && self.plans.is_empty() && no_settings
+    }
+
+    /// There is something to decide by: be it that replicas which share it have no pools now.
+    pub fn is_known(&self) -> bool {
+        self.origin.lineage.is_some() || !self.is_bare()
     }
 
     /// The same with settings that belong to this replica alone.
@@ -335,9 +343,9 @@ impl Directory {
         &self.settings
     }
 
-    /// What was deleted: at which revision, and when.
-    pub fn deleted(&self) -> impl Iterator<Item = (&DocumentName, u64, Timestamp)> {
-        self.deleted.iter().map(|(name, (revision, at))| (name, *revision, *at))
+    /// At which revision something was deleted, and when, as long as that is remembered.
+    pub fn deletion(&self, name: &DocumentName) -> Option<(u64, Timestamp)> {
+        self.deleted.get(name).copied()
     }
 
     /// The same after a write that is named `write`.

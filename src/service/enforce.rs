@@ -135,6 +135,7 @@ impl Service {
     pub async fn enforce(&self, call: EnforceCall) -> Result<Decision, LedgerError> {
         let mut looks = 1;
         loop {
+            let revision = self.directory().revision();
             let decision = self.decide(&call, Effects::Wanted).await;
             if !is_gone(&decision) || looks == LOOKS_MAX {
                 if let Ok(decision) = &decision {
@@ -142,6 +143,7 @@ impl Service {
                 }
                 return decision;
             }
+            self.follow_past(revision).await;
             looks += 1;
         }
     }

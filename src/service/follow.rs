@@ -1,14 +1,18 @@
 //! One configuration on all replicas: what another one has written is taken over here, in order.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use uuid::Uuid;
 
 use super::{AdminError, Service};
 use crate::{
     core::{
-        directory::{ChangeRefused, Directory, Write},
+        directory::{ChangeRefused, Directory, Documents, Write},
         document::Head,
+        ids::PoolRevision,
     },
     store::{LedgerError, ReplicaNote, SharedDirectory, StoreError},
 };
@@ -17,6 +21,10 @@ use crate::{
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 /// How long a store has to be empty before a new configuration is started there: a replica that has one puts it back sooner.
 const SETTLE_TIME: Duration = Duration::from_millis(1_200);
+
+/// How often it is looked what has become of a write whose answer was lost, and how long to wait before each look.
+const LOST_LOOKS_MAX: usize = 5;
+const LOST_LOOK_PAUSE: Duration = Duration::from_millis(100);
 
 /// How this replica's configuration stands to the one that replicas share.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -93,6 +101,10 @@ impl Service {
             let _ = self.catch_up(&*shared).await;
             shared
         };
+        if !matches!(self.standing(), Standing::Current | Standing::Behind(_)) {
+            // To others it is none of theirs.
+            return;
+        }
         let note = ReplicaNote {
             replica_id: self.0.start.replica_id.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -101,6 +113,17 @@ impl Service {
         };
         // Others learn it the next time.
         let _ = shared.say(&note).await;
+    }
+
+    /// Takes over what others have written unless that was done since `revision`, of which a pool is gone: another replica
+    /// has deleted it.
+    pub(super) async fn follow_past(&self, revision: u64) {
+        let _turn = self.0.turn.lock().await;
+        let shared = self.ledger().directory();
+        if let Some(shared) = shared.filter(|_| self.directory().revision() == revision) {
+            // What is wrong is said where it is found out.
+            let _ = self.catch_up(&*shared).await;
+        }
     }
 
     /// Makes the configuration here the shared one, or the shared one that of here where there is none. In a turn of changes.
@@ -113,8 +136,11 @@ impl Service {
                 Standing::Foreign { ours, theirs: theirs.clone() }
             }
             Err(FollowError::Refused(refused)) => Standing::Behind(refused.to_string()),
+            Err(FollowError::Store(corrupt @ StoreError::Corrupt { .. })) => {
+                Standing::Behind(corrupt.to_string())
+            }
             // Nothing new is known.
-            Err(FollowError::Store(_) | FollowError::Busy) => return result,
+            Err(FollowError::Store(StoreError::Unavailable { .. }) | FollowError::Busy) => return result,
         };
         shared.admit(!matches!(standing, Standing::Foreign { .. }));
         self.stands(standing);
@@ -128,18 +154,18 @@ impl Service {
 
     /// Another store of counters is in use, of which nothing is known yet.
     pub(super) fn stands_before(&self, shared: bool) {
+        self.0.newest_revision.store(0, Ordering::Relaxed);
         self.stands(if shared { Standing::Unseen } else { Standing::Alone });
     }
 
     /// Each change is said once.
     fn stands(&self, standing: Standing) {
-        let nothing_here = self.directory().is_bare();
         let decides = match standing {
-            Standing::Alone | Standing::Current | Standing::Behind(_) => true,
-            Standing::Unseen => !nothing_here,
+            Standing::Alone | Standing::Current => true,
+            Standing::Unseen | Standing::Behind(_) => self.directory().is_known(),
             Standing::Foreign { .. } => false,
         };
-        self.0.decides.store(decides, std::sync::atomic::Ordering::Relaxed);
+        self.0.decides.store(decides, Ordering::Relaxed);
         let before = std::mem::replace(&mut *self.0.standing.lock(), standing.clone());
         if before == standing {
             return;
@@ -170,23 +196,31 @@ impl Service {
 
     async fn meet(&self, shared: &dyn SharedDirectory) -> Result<(), FollowError> {
         let local = self.0.directory.load_full();
-        let own = local.head();
         let Some(theirs) = shared.head().await? else { return self.found(shared, &local).await };
-        self.0.newest_revision.store(theirs.revision, std::sync::atomic::Ordering::Relaxed);
-        match own {
-            Some(own) if own == theirs => Ok(()),
-            Some(own) if own.lineage == theirs.lineage => {
-                let follows = theirs.revision > own.revision
-                    && shared.write_at(own.revision).await?.is_some_and(|write| write == own.write);
-                if follows {
-                    self.take_over_after(shared, &local).await
-                } else {
-                    self.reconcile(shared, &local).await
-                }
-            }
-            None if local.is_bare() => self.take_over_after(shared, &local).await,
-            _ => Err(FollowError::Foreign { theirs: theirs.lineage }),
+        let own = match local.head() {
+            Some(own) if own.lineage == theirs.lineage => own,
+            None if local.is_bare() => return self.join(shared, &local).await,
+            _ => return Err(FollowError::Foreign { theirs: theirs.lineage }),
+        };
+        self.0.newest_revision.store(theirs.revision, Ordering::Relaxed);
+        if own == theirs {
+            return Ok(());
         }
+        let follows = theirs.revision > own.revision
+            && shared.write_at(own.revision).await?.is_some_and(|write| write == own.write);
+        if !follows {
+            return self.reconcile(shared, &local).await;
+        }
+        let (head, documents) = shared.after(own.revision).await?;
+        let (next, writes) = local.follow(head.ok_or(FollowError::Busy)?, &documents)?;
+        Ok(self.put(&local, next, &writes).await?)
+    }
+
+    /// Takes over a configuration where there is none here.
+    async fn join(&self, shared: &dyn SharedDirectory, local: &Directory) -> Result<(), FollowError> {
+        let (head, documents) = shared.after(0).await?;
+        let (next, writes) = local.take_over(head.ok_or(FollowError::Busy)?, &documents)?;
+        Ok(self.put(local, next, &writes).await?)
     }
 
     /// Puts the configuration here where there is none.
@@ -195,38 +229,20 @@ impl Service {
             local.clone()
         } else {
             tokio::time::sleep(SETTLE_TIME).await;
-            if shared.head().await?.is_some() {
-                return Err(FollowError::Busy);
-            }
-            // It has its name here first: should this replica die before it is there, it knows it again.
-            let next = local.clone().of_lineage(Uuid::now_v7().to_string()).written(write_name());
-            self.put(local, next.clone(), &[]).await?;
-            next
+            local.clone().of_lineage(Uuid::now_v7().to_string()).written(write_name())
         };
-        let Some(head) = next.head() else { return Err(FollowError::Busy) };
+        if !local.is_bare() {
+            // It has its name here first: should this replica die before it is there, it knows it again.
+            self.put(local, next.clone(), &[]).await?;
+        }
+        let head = next.head().ok_or(FollowError::Busy)?;
         let documents = next.documents();
-        if !shared.commit(None, &head, &documents).await? {
+        if !commit(shared, None, &head, &documents).await? {
             return Err(FollowError::Busy);
         }
-        tracing::info!(
-            lineage = head.lineage,
-            documents = documents.len(),
-            "the configuration was put where replicas share it"
-        );
-        Ok(())
-    }
-
-    /// Takes over what was written after the revision that is here.
-    async fn take_over_after(
-        &self,
-        shared: &dyn SharedDirectory,
-        local: &Directory,
-    ) -> Result<(), FollowError> {
-        let from = if local.head().is_some() { local.revision() } else { 0 };
-        let (head, documents) = shared.after(from).await?;
-        let Some(head) = head else { return Err(FollowError::Busy) };
-        let (next, writes) = local.follow(head, &documents)?;
-        Ok(self.put(local, next, &writes).await?)
+        let (lineage, documents) = (head.lineage, documents.len());
+        tracing::info!(lineage, documents, "the configuration was put where replicas share it");
+        Ok(self.put(local, next, &[]).await?)
     }
 
     /// The two have gone different ways: of each document the newer one stays, and the shared one gets what it has not.
@@ -235,13 +251,11 @@ impl Service {
         let Some(head) = head else { return Err(FollowError::Busy) };
         let reconciled = local.reconcile(&head, &documents, write_name())?;
         for (name, refused) in &reconciled.dropped {
-            tracing::warn!(%name, %refused, "a document of this replica cannot stand beside the shared ones and is dropped");
+            tracing::warn!(%name, %refused, "what this replica has of a document cannot stand beside the shared ones");
         }
         let next = reconciled.next;
         let next_head = next.head().unwrap_or_else(|| head.clone());
-        if !reconciled.missing.is_empty()
-            && !shared.commit(Some(&head), &next_head, &reconciled.missing).await?
-        {
+        if next_head != head && !commit(shared, Some(&head), &next_head, &reconciled.missing).await? {
             return Err(FollowError::Busy);
         }
         tracing::warn!(
@@ -256,15 +270,56 @@ impl Service {
     /// Makes `next` durable here, and then the one that decides.
     async fn put(&self, local: &Directory, next: Directory, writes: &[Write]) -> Result<(), StoreError> {
         self.0.store.commit(local.revision(), &next, writes).await?;
+        let ended = writes.iter().filter_map(|write| match write {
+            Write::DeletePool(_, life) => Some(*life).filter(|life| next.pool_of_life(*life).is_none()),
+            _ => None,
+        });
+        let ended: Vec<PoolRevision> = ended.collect();
         self.0.directory.store(Arc::new(next));
-        for write in writes {
-            if let Write::DeletePool(_, life) = write {
-                self.0.counts.forget(*life);
-                self.0.local_shares.forget(*life);
-            }
+        if !ended.is_empty() {
+            // Whoever has deleted them may not have come to it, and nobody waits for it.
+            let service = self.clone();
+            self.0.runtime.spawn(async move {
+                for life in ended {
+                    service.forget(life).await;
+                }
+            });
         }
         Ok(())
     }
+
+    /// Forgets deletions of which every replica has heard long ago, here and where replicas share them.
+    pub async fn forget_deletions(&self) -> Result<(), StoreError> {
+        let _turn = self.0.turn.lock().await;
+        let local = self.0.directory.load_full();
+        let Some((next, forgotten)) = local.forgetting(self.0.clock.now()) else { return Ok(()) };
+        if let Some(shared) = self.ledger().directory() {
+            if self.standing() != Standing::Current {
+                return Ok(());
+            }
+            shared.forget(&forgotten).await?;
+        }
+        let writes: Vec<Write> = forgotten.into_iter().map(|(name, _)| Write::Deletion(name, None)).collect();
+        self.put(&local, next, &writes).await
+    }
+}
+
+/// Writes to the shared configuration; true if it is there then, also where only the answer was lost.
+pub(super) async fn commit(
+    shared: &dyn SharedDirectory,
+    before: Option<&Head>,
+    next: &Head,
+    documents: &Documents,
+) -> Result<bool, StoreError> {
+    let answered = shared.commit(before, next, documents).await;
+    let Err(error) = answered else { return answered };
+    for _ in 0..LOST_LOOKS_MAX {
+        tokio::time::sleep(LOST_LOOK_PAUSE).await;
+        if let Ok(named) = shared.write_at(next.revision).await {
+            return if named.as_ref() == Some(&next.write) { Ok(true) } else { Err(error) };
+        }
+    }
+    Err(error)
 }
 
 /// Names a write, so that another one of the same revision is told from it.

@@ -40,7 +40,7 @@ impl Service {
                 Write::PutPool(entry) => pools.push(entry),
                 Write::PutPlan(entry) => plans.push(entry.plan.connection.to_string()),
                 Write::PutSettings(_) => settings = true,
-                Write::DeletePool(..) | Write::DeletePlan(_) => {}
+                Write::DeletePool(..) | Write::DeletePlan(_) | Write::Deletion(..) => {}
             }
         }
         let skipped = pools.is_empty() && (brings_pools || self.directory().pool_count() > 0);

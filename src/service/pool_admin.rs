@@ -9,7 +9,7 @@ use uuid::Uuid;
 
 use super::{
     Service,
-    follow::{FollowError, head_of, write_name},
+    follow::{FollowError, commit, head_of, write_name},
     switch::Prepared,
 };
 use crate::{
@@ -28,7 +28,7 @@ use crate::{
 const TRIES_MAX: usize = 100;
 const TRY_PAUSE_MAX_MS: u64 = 10;
 
-/// Why an administrator's call was refused. Nothing has changed.
+/// Why an administrator's call was refused. Nothing has changed, unless a store gave no answer.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum AdminError {
     /// The configuration does not take it.
@@ -241,7 +241,7 @@ impl Service {
         let (before, after) = (head_of(&directory)?, head_of(&next)?);
         let prepared = self.prepared(&next, asked).await?;
         let documents = next.documents_of(&applied.writes);
-        let committed = shared.commit(Some(&before), &after, &documents).await;
+        let committed = commit(shared, Some(&before), &after, &documents).await;
         if !matches!(committed, Ok(true)) {
             if let Some(prepared) = prepared {
                 prepared.withdraw().await;
@@ -316,7 +316,8 @@ impl Service {
         Ok(())
     }
 
-    async fn forget(&self, life: PoolRevision) {
+    /// Drops what is kept of a life of a pool that has ended.
+    pub(super) async fn forget(&self, life: PoolRevision) {
         self.0.counts.forget(life);
         self.0.local_shares.forget(life);
         if let Err(error) = self.ledger().remove(life).await {

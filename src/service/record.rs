@@ -54,6 +54,7 @@ impl Service {
             if !is_gone(&outcome) || looks == LOOKS_MAX {
                 return outcome;
             }
+            self.follow_past(directory.revision()).await;
             looks += 1;
         }
     }

@@ -44,8 +44,8 @@ pub trait SharedDirectory: std::fmt::Debug + Send + Sync + 'static {
         documents: &Documents,
     ) -> Result<bool, StoreError>;
 
-    /// Forgets that these documents were deleted.
-    async fn forget(&self, names: &[DocumentName]) -> Result<(), StoreError>;
+    /// Forgets that these documents were deleted, at these revisions. What is there again stays.
+    async fn forget(&self, deleted: &[(DocumentName, u64)]) -> Result<(), StoreError>;
 
     /// Tells the other replicas about this one.
     async fn say(&self, note: &ReplicaNote) -> Result<(), StoreError>;

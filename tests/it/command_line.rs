@@ -13,6 +13,7 @@ async fn each_command_explains_itself() {
         (&["check", "--help"], include_str!("../data/help/check.txt")),
         (&["import", "--help"], include_str!("../data/help/import.txt")),
         (&["export", "--help"], include_str!("../data/help/export.txt")),
+        (&["adopt", "--help"], include_str!("../data/help/adopt.txt")),
         (&["healthcheck", "--help"], include_str!("../data/help/healthcheck.txt")),
         (&["token", "--help"], include_str!("../data/help/token.txt")),
         (&["token", "new", "--help"], include_str!("../data/help/token-new.txt")),

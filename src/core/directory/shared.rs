@@ -5,13 +5,16 @@ use std::{
     sync::Arc,
 };
 
-use super::{ChangeRefused, Directory, Origin, PlanEntry, PoolHistory, SettingsEntry, Write};
+use super::{
+    ALLOCATIONS_MAX, ChangeRefused, Directory, Origin, POOLS_MAX, PlanEntry, PoolEntry, PoolHistory,
+    SettingsEntry, Write,
+};
 use crate::core::{
     document::{Content, DELETION_LIFE_MS, Document, DocumentName, Head},
-    ids::PoolRevision,
+    ids::{InvalidField, PoolRevision},
     plan::Plan,
     pool::Pool,
-    settings::StoredSettings,
+    settings::{SettingsUpdate, StoredSettings},
     units::Timestamp,
 };
 
@@ -68,6 +71,7 @@ impl Directory {
             Write::DeletePool(id, _) => deletion(DocumentName::Pool(id.clone())),
             Write::DeletePlan(connection) => deletion(DocumentName::Plan(connection.clone())),
             Write::PutSettings(entry) => Some((DocumentName::Settings, settings_document(entry))),
+            Write::Deletion(name, _) => deletion(name.clone()),
         });
         documents.collect()
     }
@@ -82,78 +86,139 @@ impl Directory {
         documents: &Documents,
     ) -> Result<(Directory, Vec<Write>), ChangeRefused> {
         let mut next = self.clone();
+        // What leaves goes first: what comes may have its connections.
+        documents.keys().for_each(|name| next.lift(name));
+        for (name, document) in documents {
+            check_place(name, document, &head)?;
+            next.bring(name, document)?;
+        }
         next.revision = head.revision;
         next.origin = Arc::new(Origin { lineage: Some(head.lineage), write: head.write });
-        let mut writes = Vec::new();
-        // What leaves goes first: what comes may have its connections.
-        for (name, document) in documents {
-            writes.extend(next.take_away(name, document));
-        }
-        for (name, document) in documents {
-            writes.extend(next.put(name, document)?);
-        }
+        let writes = documents.keys().flat_map(|name| self.writes_to(&next, name)).collect();
         Ok((next, writes))
     }
 
-    /// Removes what `document` replaces; the write that it takes if nothing comes in its place.
-    fn take_away(&mut self, name: &DocumentName, document: &Document) -> Option<Write> {
-        let is_deleted = document.content.is_none();
-        if is_deleted {
-            self.deleted.insert(name.clone(), (document.revision, document.written_at));
-        }
+    /// The directory at `head` that consists of `documents`: of this one, only settings that belong to the replica stay.
+    ///
+    /// # Errors
+    /// As [`follow`](Directory::follow).
+    pub fn take_over(
+        &self,
+        head: Head,
+        documents: &Documents,
+    ) -> Result<(Directory, Vec<Write>), ChangeRefused> {
+        let own = self.settings().with_shared(StoredSettings::default());
+        let (next, _) = Directory::default().with_own_settings(own).follow(head, documents)?;
+        let former = self.documents();
+        let names: BTreeSet<&DocumentName> = former.keys().chain(documents.keys()).collect();
+        let writes = names.into_iter().flat_map(|name| self.writes_to(&next, name)).collect();
+        Ok((next, writes))
+    }
+
+    /// Takes out whatever there is under this name.
+    fn lift(&mut self, name: &DocumentName) {
+        self.deleted.remove(name);
         match name {
             DocumentName::Pool(id) => {
-                let entry = self.pools.get(id).cloned()?;
-                self.remove(&entry);
-                let life = entry.history.created_revision;
-                // A pool of another life leaves nothing of the former.
-                let goes_on = matches!(document.content, Some(Content::Pool { created_revision, .. })
-                    if created_revision == life.0);
-                (!goes_on).then(|| Write::DeletePool(id.clone(), life))
+                if let Some(entry) = self.pools.get(id).cloned() {
+                    self.remove(&entry);
+                }
             }
-            DocumentName::Plan(connection) if is_deleted => {
-                self.plans.remove(connection)?;
-                self.replan(connection);
-                Some(Write::DeletePlan(connection.clone()))
+            DocumentName::Plan(connection) => {
+                if self.plans.remove(connection).is_some() {
+                    self.replan(connection);
+                }
             }
-            DocumentName::Plan(_) | DocumentName::Settings => None,
+            // There are always some.
+            DocumentName::Settings => {}
         }
     }
 
-    fn put(&mut self, name: &DocumentName, document: &Document) -> Result<Option<Write>, ChangeRefused> {
-        let Document { revision, written_at, content: Some(content) } = document else { return Ok(None) };
+    /// Puts a document where there is none; where it is refused nothing has changed.
+    fn bring(&mut self, name: &DocumentName, document: &Document) -> Result<(), ChangeRefused> {
+        let Document { revision, written_at, content } = document;
         let (revision, written_at) = (*revision, *written_at);
-        Ok(Some(match content {
-            Content::Pool { created_revision, created_at, spec } => {
+        match (name, content) {
+            (DocumentName::Pool(_) | DocumentName::Plan(_), None) => {
+                self.deleted.insert(name.clone(), (revision, written_at));
+            }
+            (DocumentName::Pool(id), Some(Content::Pool { created_revision, created_at, spec })) => {
                 let pool = Pool::check(&name.to_string(), spec).map_err(ChangeRefused::Invalid)?;
-                let history = PoolHistory {
-                    created_revision: PoolRevision(*created_revision),
-                    revision,
-                    created_at: *created_at,
-                    updated_at: written_at,
-                };
+                let created_revision = PoolRevision(*created_revision);
+                check_same(name, "pool_id", id.as_str(), pool.id.as_str())?;
                 self.check_connections(&pool)?;
-                Write::PutPool(self.insert(pool, history))
+                self.check_room(&pool)?;
+                if self.by_life.contains_key(&created_revision) {
+                    let accepted = "a revision at which no other pool was created";
+                    return Err(refused(name, "created_revision", created_revision.0, accepted));
+                }
+                let created_at = *created_at;
+                self.insert(
+                    pool,
+                    PoolHistory { created_revision, revision, created_at, updated_at: written_at },
+                );
             }
-            Content::Plan(spec) => {
+            (DocumentName::Plan(connection), Some(Content::Plan(spec))) => {
                 let plan = Plan::check(&name.to_string(), spec).map_err(ChangeRefused::Invalid)?;
-                let connection = plan.connection.clone();
-                let entry = Arc::new(PlanEntry { plan, revision, written_at });
-                self.deleted.remove(name);
-                self.plans.insert(connection.clone(), Arc::clone(&entry));
-                self.replan(&connection);
-                Write::PutPlan(entry)
+                check_same(name, "connection_id", connection.as_str(), plan.connection.as_str())?;
+                self.plans.insert(connection.clone(), Arc::new(PlanEntry { plan, revision, written_at }));
+                self.replan(connection);
             }
-            Content::Settings(shared) => {
+            (DocumentName::Settings, Some(Content::Settings(shared))) => {
+                let checked = StoredSettings::default().updated(&SettingsUpdate::from(shared));
+                checked.map_err(ChangeRefused::Invalid)?;
                 let settings = self.settings().with_shared(shared.clone());
                 self.settings = Arc::new(SettingsEntry { settings, revision, written_at });
-                Write::PutSettings(Arc::clone(&self.settings))
             }
-        }))
+            (DocumentName::Settings, None) | (_, Some(_)) => {
+                return Err(refused(name, "content", "another kind", "what the name says"));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_room(&self, pool: &Pool) -> Result<(), ChangeRefused> {
+        if self.pools.len() >= POOLS_MAX {
+            return Err(ChangeRefused::Full { what: "pools", max: POOLS_MAX });
+        }
+        if self.allocations + pool.allocations.len() > ALLOCATIONS_MAX {
+            return Err(ChangeRefused::Full { what: "allocations in all pools", max: ALLOCATIONS_MAX });
+        }
+        Ok(())
+    }
+
+    /// What a store that has this directory has to write to have of `name` what `next` has.
+    fn writes_to(&self, next: &Directory, name: &DocumentName) -> Vec<Write> {
+        let mut writes = Vec::new();
+        match name {
+            DocumentName::Pool(id) => {
+                let (before, after) = (self.pools.get(id), next.pools.get(id));
+                let life = |entry: &Arc<PoolEntry>| entry.history.created_revision;
+                // A pool of another life leaves nothing of the former.
+                let ended = before.map(life).filter(|ended| after.map(life) != Some(*ended));
+                writes.extend(ended.map(|ended| Write::DeletePool(id.clone(), ended)));
+                writes.extend(after.cloned().map(Write::PutPool));
+            }
+            DocumentName::Plan(connection) => {
+                let (before, after) = (self.plans.get(connection), next.plans.get(connection));
+                let ended = before.filter(|_| after.is_none());
+                writes.extend(ended.map(|_| Write::DeletePlan(connection.clone())));
+                writes.extend(after.cloned().map(Write::PutPlan));
+            }
+            DocumentName::Settings => writes.push(Write::PutSettings(Arc::clone(&next.settings))),
+        }
+        let deletion = next.deleted.get(name).copied();
+        if writes.is_empty() && deletion != self.deleted.get(name).copied() {
+            writes.push(Write::Deletion(name.clone(), deletion));
+        }
+        writes
     }
 
     /// This directory and `other`, which is at `head`, together: of each document the newer one, of equal revisions that
-    /// of the other.
+    /// of the other. What was deleted is a document as well.
+    ///
+    /// # Errors
+    /// Names a document of the other that this version cannot take.
     pub fn reconcile(
         &self,
         head: &Head,
@@ -161,77 +226,102 @@ impl Directory {
         write: String,
     ) -> Result<Reconciled, ChangeRefused> {
         let own = self.documents();
-        let is_newer = |(name, document): &(&DocumentName, &Document)| match other.get(*name) {
-            Some(theirs) => theirs.revision < document.revision,
-            // That something is gone is no news to who does not have it.
-            None => document.content.is_some(),
+        let is_newer = |(name, document): &(&DocumentName, &Document)| {
+            other.get(*name).is_none_or(|theirs| theirs.revision < document.revision)
         };
-        // What is here alone goes, and comes again after all that the other has.
-        let mine = own.iter().filter(is_newer);
-        let mine: Documents = mine.map(|(name, document)| (name.clone(), document.clone())).collect();
-        let changed: Documents = other
-            .iter()
-            .filter(|(name, document)| !mine.contains_key(*name) && own.get(*name) != Some(*document))
-            .map(|(name, document)| (name.clone(), document.clone()))
-            .collect();
-        let mut bare = self.clone();
-        for (name, document) in &mine {
-            bare.take_away(name, &Document { content: None, ..document.clone() });
-        }
-        let (mut next, mut writes) = bare.follow(head.clone(), &changed)?;
-        let mut lives: BTreeSet<PoolRevision> = next.by_life.keys().copied().collect();
+        let mine: Documents =
+            own.iter().filter(is_newer).map(|(name, of)| (name.clone(), of.clone())).collect();
+        let differs = |(name, theirs): &(&DocumentName, &Document)| {
+            !mine.contains_key(*name) && own.get(*name) != Some(*theirs)
+        };
+        let changed: Documents =
+            other.iter().filter(differs).map(|(name, of)| (name.clone(), of.clone())).collect();
+        // What is newer here comes again after all that the other has.
+        let mut others = self.clone();
+        mine.keys().for_each(|name| others.lift(name));
+        let (mut next, mut writes) = others.follow(head.clone(), &changed)?;
+        let names: Vec<DocumentName> = mine.keys().cloned().collect();
+        let mut mine: Vec<(DocumentName, Document)> = mine.into_iter().collect();
+        // In the order in which they were written, in which each found the connections that it has.
+        mine.sort_by_key(|(_, document)| document.revision);
         let (mut missing, mut dropped) = (Documents::new(), Vec::new());
         let mut revision = head.revision.max(self.revision);
-        for (name, document) in mine {
-            let mut document = Document { revision: revision + 1, ..document };
+        for (name, mut document) in mine {
+            document.revision = revision + 1;
             if let Some(Content::Pool { created_revision, .. }) = &mut document.content
-                && !lives.insert(PoolRevision(*created_revision))
+                && next.by_life.contains_key(&PoolRevision(*created_revision))
             {
                 // Another pool has a life of that name.
                 *created_revision = document.revision;
             }
-            if document.content.is_none() {
-                next.deleted.insert(name.clone(), (document.revision, document.written_at));
-            }
-            match next.put(&name, &document) {
-                Ok(written) => {
-                    writes.extend(written.or_else(|| self.deletion(&name)));
-                    missing.insert(name, document);
-                    revision += 1;
+            if let Err(refused) = next.bring(&name, &document) {
+                dropped.push((name.clone(), refused));
+                // That of the other may have its place still.
+                if other.get(&name).is_some_and(|theirs| next.bring(&name, theirs).is_ok()) {
+                    continue;
                 }
-                Err(refused) => {
-                    writes.extend(self.deletion(&name));
-                    next.deleted.insert(name.clone(), (revision, document.written_at));
-                    dropped.push((name, refused));
-                }
+                document.content = None;
+                next.bring(&name, &document)?;
             }
+            revision += 1;
+            missing.insert(name, document);
         }
-        if !missing.is_empty() {
+        if !missing.is_empty() || revision > head.revision {
             next.revision = revision;
             next = next.written(write);
         }
+        writes.extend(names.iter().flat_map(|name| self.writes_to(&next, name)));
         Ok(Reconciled { next, writes, missing, dropped })
     }
 
-    /// The write by which a document of this directory goes.
-    fn deletion(&self, name: &DocumentName) -> Option<Write> {
-        match name {
-            DocumentName::Pool(id) => {
-                let entry = self.pools.get(id)?;
-                Some(Write::DeletePool(id.clone(), entry.history.created_revision))
-            }
-            DocumentName::Plan(connection) => {
-                self.plans.get(connection).map(|_| Write::DeletePlan(connection.clone()))
-            }
-            DocumentName::Settings => None,
+    /// The same without what was deleted so long before `now` that every replica has heard of it, and what that was;
+    /// `None` if there is nothing of the kind.
+    pub fn forgetting(&self, now: Timestamp) -> Option<(Directory, Vec<(DocumentName, u64)>)> {
+        let is_old = |at: Timestamp| now.ms_since(at) >= DELETION_LIFE_MS;
+        let old = self.deleted.iter().filter(|(_, (_, at))| is_old(*at));
+        let old: Vec<(DocumentName, u64)> =
+            old.map(|(name, (revision, _))| (name.clone(), *revision)).collect();
+        let mut next = self.clone();
+        for (name, _) in &old {
+            next.deleted.remove(name);
         }
+        (!old.is_empty()).then_some((next, old))
     }
+}
 
-    /// Forgets what was deleted so long before `now` that every replica has heard of it.
-    pub fn forget_deletions(&mut self, now: Timestamp) {
-        let kept = self.deleted.iter().filter(|(_, (_, at))| now.ms_since(*at) < DELETION_LIFE_MS);
-        self.deleted = kept.map(|(name, of)| (name.clone(), *of)).collect();
+/// No instant of a document is after the year 9999.
+const WRITTEN_MS_MAX: u64 = 253_402_300_799_999;
+
+/// A document is as old as its configuration, or older.
+fn check_place(name: &DocumentName, document: &Document, head: &Head) -> Result<(), ChangeRefused> {
+    let Document { revision, written_at, content } = document;
+    if !(1..=head.revision).contains(revision) {
+        let accepted = format!("a revision from 1 to that of the configuration, {}", head.revision);
+        return Err(refused(name, "revision", revision, &accepted));
     }
+    let (life, created_at) = match content {
+        Some(Content::Pool { created_revision, created_at, .. }) => (*created_revision, *created_at),
+        _ => (*revision, *written_at),
+    };
+    if !(1..=*revision).contains(&life) {
+        return Err(refused(name, "created_revision", life, "a revision from 1 to the pool's last one"));
+    }
+    let latest_ms = written_at.unix_ms().max(created_at.unix_ms());
+    if latest_ms > WRITTEN_MS_MAX {
+        return Err(refused(name, "written_at", latest_ms, "an instant before the year 10000"));
+    }
+    Ok(())
+}
+
+fn check_same(name: &DocumentName, field: &str, wanted: &str, given: &str) -> Result<(), ChangeRefused> {
+    if wanted == given {
+        return Ok(());
+    }
+    Err(refused(name, field, given, "what the document is filed under"))
+}
+
+fn refused(name: &DocumentName, field: &str, given: impl std::fmt::Debug, accepted: &str) -> ChangeRefused {
+    ChangeRefused::Invalid(vec![InvalidField::new(format!("{name}.{field}"), given, accepted)])
 }
 
 fn pool_document(pool: &Pool, history: PoolHistory) -> Document {

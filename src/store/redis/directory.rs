@@ -1,7 +1,6 @@
 //! The configuration that replicas share, in Redis: documents, their order, and a head that only the next write moves.
 
 use std::{
-    collections::BTreeSet,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -21,6 +20,7 @@ use crate::{
     core::{
         directory::Documents,
         document::{Document, DocumentName, Head},
+        ids::shown,
     },
     store::{ReplicaNote, SharedDirectory, StoreError},
 };
@@ -33,6 +33,8 @@ const DOCUMENTS: &str = "quota-share:{configuration}:documents";
 const ORDER: &str = "quota-share:{configuration}:order";
 /// The names of the last writes by revision.
 const WRITES: &str = "quota-share:{configuration}:writes";
+/// Redis orders by doubles, which are exact up to here.
+const REVISION_MAX: u64 = 1 << 53;
 /// How many writes are remembered by name.
 const WRITES_MAX: u64 = 1_000;
 /// Documents that are read together.
@@ -55,6 +57,18 @@ redis.call('HSET', KEYS[1], 'lineage', ARGV[4], 'revision', ARGV[5], 'write', AR
 redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', ARGV[7])
 redis.call('ZADD', KEYS[4], ARGV[5], ARGV[5] .. ':' .. ARGV[6])
 return 1";
+
+/// Forgets deletions that are the last of their documents. Who was before one must not follow past it: he could not hear of
+/// it any more. ARGV: name and revision of each.
+const FORGET: &str = "
+for index = 1, #ARGV, 2 do
+  local name, revision = ARGV[index], ARGV[index + 1]
+  if redis.call('ZRANGEBYSCORE', KEYS[1], revision, revision)[1] == name then
+    redis.call('ZREM', KEYS[1], name)
+    redis.call('HDEL', KEYS[2], name)
+    redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', '(' .. revision)
+  end
+end";
 
 /// What replicas say of themselves, and when by Redis' clock.
 const REPLICAS: &str = "quota-share:{configuration}:replicas";
@@ -120,8 +134,9 @@ impl RedisDirectory {
         for (name, text) in names.into_iter().zip(texts) {
             // One that was forgotten meanwhile is none.
             let Some(text) = text else { continue };
-            let document: Document = serde_json::from_slice(&text).map_err(|error| corrupt(name, error))?;
-            documents.insert(name.parse().map_err(|fault| corrupt(name, fault))?, document);
+            let unreadable = |error: serde_json::Error| corrupt("a document", format!("{name} ({error})"));
+            let document: Document = serde_json::from_slice(&text).map_err(unreadable)?;
+            documents.insert(name.parse().map_err(|_| corrupt("a document's name", name))?, document);
         }
         Ok(Some((last, documents)))
     }
@@ -134,7 +149,8 @@ impl SharedDirectory for RedisDirectory {
         let [Some(lineage), Some(revision), Some(write)] = &found[..] else { return Ok(None) };
         let text = |bytes: &Bytes| String::from_utf8_lossy(bytes).into_owned();
         let revision = text(revision);
-        let revision = revision.parse().map_err(|_| corrupt("the configuration's revision", revision))?;
+        let exact = revision.parse().ok().filter(|revision| *revision <= REVISION_MAX);
+        let revision = exact.ok_or_else(|| corrupt("the configuration's revision", revision))?;
         Ok(Some(Head { lineage: text(lineage), revision, write: text(write) }))
     }
 
@@ -154,9 +170,9 @@ impl SharedDirectory for RedisDirectory {
                 cursor = last;
             }
             let head = self.head().await?;
-            let known: BTreeSet<u64> = head.iter().map(|head| head.revision).collect();
             // What was written while pages were read comes with later pages.
-            if known.iter().all(|revision| *revision <= cursor) || self.page(cursor).await?.is_none() {
+            let is_last = head.as_ref().is_none_or(|head| head.revision <= cursor);
+            if is_last || self.page(cursor).await?.is_none() {
                 return Ok((head, all));
             }
         }
@@ -176,19 +192,17 @@ impl SharedDirectory for RedisDirectory {
         let mut args = vec![Bytes::from_static(COMMIT.as_bytes()), Bytes::from_static(b"4")];
         args.extend(keys.into_iter().chain(heads.map(Bytes::from)));
         for (name, document) in documents {
-            let text = serde_json::to_vec(document).map_err(|error| corrupt(&name.to_string(), error))?;
+            let text = serde_json::to_vec(document)
+                .map_err(|error| corrupt("a document", format!("{name} ({error})")))?;
             args.extend([name.to_string().into(), document.revision.to_string().into(), text.into()]);
         }
         Ok(matches!(self.call("EVAL", args).await?, Value::Integer(1)))
     }
 
-    async fn forget(&self, names: &[DocumentName]) -> Result<(), StoreError> {
-        let names: Vec<String> = names.iter().map(ToString::to_string).collect();
-        for (command, key) in [("ZREM", ORDER), ("HDEL", DOCUMENTS)] {
-            let args: Vec<&str> = [key].into_iter().chain(names.iter().map(String::as_str)).collect();
-            self.ask(command, &args).await?;
-        }
-        Ok(())
+    async fn forget(&self, deleted: &[(DocumentName, u64)]) -> Result<(), StoreError> {
+        let keys = [FORGET, "3", ORDER, DOCUMENTS, WRITES].map(str::to_owned).into_iter();
+        let pairs = deleted.iter().flat_map(|(name, revision)| [name.to_string(), revision.to_string()]);
+        self.call("EVAL", keys.chain(pairs).map(Bytes::from).collect()).await.map(drop)
     }
 
     async fn say(&self, note: &ReplicaNote) -> Result<(), StoreError> {
@@ -217,11 +231,7 @@ fn unavailable(failure: Failure) -> StoreError {
     StoreError::Unavailable { store: STORE, doing: "sharing the configuration", source: Arc::new(failure) }
 }
 
-fn corrupt(what: &str, found: impl std::fmt::Display) -> StoreError {
-    StoreError::Corrupt {
-        store: STORE,
-        what: what.to_owned(),
-        found: found.to_string(),
-        expected: "what this version can read: a newer one may have written it".to_owned(),
-    }
+fn corrupt(what: &str, found: impl std::fmt::Debug) -> StoreError {
+    let expected = "what this version can read: a newer one may have written it".to_owned();
+    StoreError::Corrupt { store: STORE, what: what.to_owned(), found: shown(found), expected }
 }

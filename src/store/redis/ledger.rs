@@ -154,9 +154,9 @@ impl RedisLedger {
         tokio::spawn(watch::run(client.clone(), Arc::clone(health), reach, stop, looked));
         let (known, reach, stop) = (Arc::clone(pools), Arc::clone(&pools.reach), self.stop.clone());
         tokio::spawn(probe::probe(client.clone(), Arc::clone(health), reach, move || known.all(), stop));
-        let (reach, live, stop) =
-            (Arc::clone(&pools.reach), Arc::clone(&self.live_replicas), self.stop.clone());
-        tokio::spawn(probe::beat(client.clone(), Arc::clone(health), reach, self.sender.name(), live, stop));
+        let place = (Arc::clone(&pools.reach), Arc::clone(&self.admits));
+        let (live, stop) = (Arc::clone(&self.live_replicas), self.stop.clone());
+        tokio::spawn(probe::beat(client.clone(), Arc::clone(health), place, self.sender.name(), live, stop));
     }
 
     /// The pool's slot, where it can be asked now.

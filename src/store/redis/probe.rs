@@ -3,7 +3,7 @@
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -79,18 +79,18 @@ async fn probe_one(client: &Client, health: &Health, reach: &Reach, key: Bytes) 
     }
 }
 
-/// Says that `sender` is there, and finds out how many are, until `stop`.
+/// Says that `sender` is there, once it is known to be in the right place, and finds out how many are, until `stop`.
 pub(super) async fn beat(
     client: Client,
     health: Arc<Health>,
-    reach: Arc<Reach>,
+    (reach, admits): (Arc<Reach>, Arc<AtomicBool>),
     sender: [u8; 16],
     live: Arc<AtomicU64>,
     stop: CancellationToken,
 ) {
     let mut steady_since = Instant::now();
     loop {
-        let is_in_reach = health.knows_layout() && !reach.is_degraded();
+        let is_in_reach = health.knows_layout() && !reach.is_degraded() && admits.load(Ordering::Relaxed);
         let beaten =
             if is_in_reach { beat_once(&client, &health, sender).await } else { Err(Failure::NotSent) };
         match &beaten {

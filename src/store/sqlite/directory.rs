@@ -81,9 +81,10 @@ impl DirectoryStore for SqliteDirectory {
                 forget_deletion(&name).execute(&mut *transaction).await.map_err(&failed)?;
             }
         }
-        let gone: Vec<DocumentName> = writes.iter().filter_map(deleted_by).collect();
-        for (name, revision, at) in next.deleted().filter(|(name, ..)| gone.contains(name)) {
-            remember_deletion(name, revision, at).execute(&mut *transaction).await.map_err(&failed)?;
+        for name in writes.iter().filter_map(deleted_by) {
+            if let Some((revision, at)) = next.deletion(&name) {
+                remember_deletion(&name, revision, at).execute(&mut *transaction).await.map_err(&failed)?;
+            }
         }
         transaction.commit().await.map_err(&failed)
     }
@@ -167,6 +168,8 @@ fn statement(write: &Write) -> Query<'_, Sqlite, SqliteArguments> {
                 .bind(entry.revision as i64)
                 .bind(entry.written_at.unix_ms() as i64)
         }
+        Write::Deletion(name, Some((revision, at))) => remember_deletion(name, *revision, *at),
+        Write::Deletion(name, None) => forget_deletion(name),
     }
 }
 
@@ -175,7 +178,7 @@ fn name_of(write: &Write) -> Option<DocumentName> {
     match write {
         Write::PutPool(entry) => Some(DocumentName::Pool(entry.pool.id.clone())),
         Write::PutPlan(entry) => Some(DocumentName::Plan(entry.plan.connection.clone())),
-        Write::DeletePool(..) | Write::DeletePlan(_) | Write::PutSettings(_) => None,
+        Write::DeletePool(..) | Write::DeletePlan(_) | Write::PutSettings(_) | Write::Deletion(..) => None,
     }
 }
 
@@ -183,7 +186,7 @@ fn deleted_by(write: &Write) -> Option<DocumentName> {
     match write {
         Write::DeletePool(id, _) => Some(DocumentName::Pool(id.clone())),
         Write::DeletePlan(connection) => Some(DocumentName::Plan(connection.clone())),
-        Write::PutPool(_) | Write::PutPlan(_) | Write::PutSettings(_) => None,
+        Write::PutPool(_) | Write::PutPlan(_) | Write::PutSettings(_) | Write::Deletion(..) => None,
     }
 }
 

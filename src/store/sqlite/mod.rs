@@ -172,9 +172,14 @@ impl SqliteStore {
         &self.path
     }
 
+    /// Writes the write-ahead log back into the file and lets go of both; the folder stays this process' own.
+    pub async fn fold(&self) {
+        self.connection.close().await;
+    }
+
     /// Writes the write-ahead log back into the file and lets go of both, and of the folder.
     pub async fn close(&self) {
-        self.connection.close().await;
+        self.fold().await;
         if let Err(error) = self.lock.unlock() {
             // It is let go of when the process ends.
             tracing::warn!(error = &error as &dyn std::error::Error, "the data directory stays locked");

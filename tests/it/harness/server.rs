@@ -115,6 +115,11 @@ impl TestServer {
         Self::start_as(Some(url_of(&url)), TestClock::Manual(Arc::new(ManualClock::new(T0)))).await
     }
 
+    /// A server with nothing in it, that counts in the Redis at `url` by a clock that the test moves.
+    pub(crate) async fn start_on_redis_at(url: &str) -> Self {
+        Self::start_as(Some(url_of(url)), TestClock::Manual(Arc::new(ManualClock::new(T0)))).await
+    }
+
     /// A server with no pools that counts in the Redis at `url`, and whose clock goes on by itself.
     pub(crate) async fn start_on(url: &str, clock: Arc<dyn Clock>) -> Self {
         Self::start_as(Some(url_of(url)), TestClock::Running(clock)).await
