@@ -209,6 +209,11 @@ impl Client {
         self.0.reconnect_rx()
     }
 
+    /// Tells why connections ended, or could not be made.
+    pub(super) fn errors(&self) -> broadcast::Receiver<(Error, Option<Server>)> {
+        self.0.error_rx()
+    }
+
     /// Pools are spread over several nodes.
     pub(super) fn is_clustered(&self) -> bool {
         self.0.is_clustered()

@@ -69,6 +69,8 @@ struct Outage {
     since: Instant,
     why: Option<StoreError>,
     said: bool,
+    /// That it is there and refuses was said.
+    refusal_said: bool,
     /// Of those that are over.
     total: Duration,
 }
@@ -82,7 +84,14 @@ impl Health {
             clock,
             started: Instant::now(),
             estimates: Mutex::new(None),
-            outage: Mutex::new(Outage { degraded: 1, since, why, said: false, total: Duration::ZERO }),
+            outage: Mutex::new(Outage {
+                degraded: 1,
+                since,
+                why,
+                said: false,
+                refusal_said: false,
+                total: Duration::ZERO,
+            }),
             back: Notify::new(),
             knows_layout: AtomicBool::new(false),
             newer_layout: AtomicU64::new(0),
@@ -140,6 +149,7 @@ impl Health {
             let lasted = outage.since.elapsed();
             outage.total += lasted;
             outage.why = None;
+            outage.refusal_said = false;
             if std::mem::replace(&mut outage.said, false) {
                 tracing::warn!(seconds = lasted.as_secs_f64(), "Redis answers again: it decides from now on");
             } else {
@@ -153,7 +163,7 @@ impl Health {
     /// It has not done what it was asked. The change is said once.
     pub(super) fn fails(&self, reach: &Reach, failure: &Failure) {
         if failure.is_out_of_reach() {
-            self.degrade(reach, failed(failure.clone()));
+            self.degrade(reach, failed(failure.clone()), failure.is_final());
         }
     }
 
@@ -169,11 +179,13 @@ impl Health {
     /// There was no answer within `waited`.
     pub(super) fn timed_out(&self, reach: &Reach, waited: Duration) {
         if reach.timed_out(waited) {
-            self.degrade(reach, broken("it does not answer in time"));
+            self.degrade(reach, broken("it does not answer in time"), false);
         }
     }
 
-    fn degrade(&self, reach: &Reach, why: StoreError) {
+    /// `is_refusal`: it is there and will not do what it is asked. Where it was gone before, that is another change to be
+    /// said, since it does not pass by itself.
+    fn degrade(&self, reach: &Reach, why: StoreError, is_refusal: bool) {
         let is_change = reach.set_degraded(true);
         let mut outage = self.outage.lock();
         if is_change {
@@ -182,15 +194,18 @@ impl Health {
                 outage.since = Instant::now();
             }
         }
-        if !outage.said {
-            outage.said = true;
+        let is_news = is_refusal && !outage.refusal_said;
+        if is_news || !outage.said {
+            (outage.said, outage.refusal_said) = (true, is_refusal);
             let error = &why as &dyn std::error::Error;
             tracing::warn!(
                 error,
                 "Redis is out of reach: pools decide by their failure mode, records go to the journal"
             );
         }
-        outage.why.get_or_insert(why);
+        if is_news || outage.why.is_none() {
+            outage.why = Some(why);
+        }
     }
 
     /// How long something has been out of reach, all in all.

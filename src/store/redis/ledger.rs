@@ -151,6 +151,8 @@ impl RedisLedger {
             }
         };
         let (reach, stop) = (Arc::clone(&pools.reach), self.stop.clone());
+        let (failing, hearing) = (Arc::clone(health), self.stop.clone());
+        tokio::spawn(watch::hear(client, failing, Arc::clone(&pools.reach), hearing));
         tokio::spawn(watch::run(client.clone(), Arc::clone(health), reach, stop, looked));
         let (known, reach, stop) = (Arc::clone(pools), Arc::clone(&pools.reach), self.stop.clone());
         tokio::spawn(probe::probe(client.clone(), Arc::clone(health), reach, move || known.all(), stop));

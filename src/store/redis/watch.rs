@@ -66,6 +66,31 @@ async fn look_after_each<T: Clone>(
     }
 }
 
+/// Hears why no connection is made, until `stop`: a server that lets nobody in is not asked anything that it could refuse.
+pub(super) fn hear(
+    client: &Client,
+    health: Arc<Health>,
+    reach: Arc<Reach>,
+    stop: CancellationToken,
+) -> impl Future<Output = ()> + Send + use<> {
+    let mut errors = client.errors();
+    let is_clustered = client.is_clustered();
+    async move {
+        loop {
+            let heard = tokio::select! {
+                heard = errors.recv() => heard,
+                () = stop.cancelled() => return,
+            };
+            match heard.map(|(error, _)| Failure::from(error)) {
+                // Of a cluster, this is one node of many.
+                Ok(failure) if failure.is_final() && !is_clustered => health.fails(&reach, &failure),
+                Ok(_) | Err(broadcast::error::RecvError::Lagged(_)) => {}
+                Err(broadcast::error::RecvError::Closed) => return,
+            }
+        }
+    }
+}
+
 async fn look(client: &Client, health: &Health) -> Result<(), Failure> {
     let command = |name, args: &[&str]| {
         let args: Vec<Bytes> = args.iter().map(|arg| Bytes::copy_from_slice(arg.as_bytes())).collect();
