@@ -107,7 +107,9 @@ async fn kills_amidst_draining_lose_nothing_and_count_nothing_twice() {
     let mut left = Vec::new();
     for _ in 0..12 {
         process.restart_with(&vars(&redis.url())).await;
-        tokio::time::sleep(Duration::from_millis(random.random_range(0..30))).await;
+        let before = process.status().await.journal_length;
+        until("it drains", async || process.status().await.journal_length < before.max(1)).await;
+        tokio::time::sleep(Duration::from_millis(random.random_range(0..10))).await;
         left.push(process.status().await.journal_length);
         process.kill();
         if left.last() == Some(&0) {
@@ -145,7 +147,6 @@ async fn a_process_that_starts_without_its_redis_decides_and_keeps_until_it_appe
     }
     let mut redis = durable_redis().await;
     let url = redis.url();
-    redis.kill();
     let mut process = TestProcess::start_with(&vars(&url)).await;
     let modes = [
         ("c1", FailureMode::FailOpen, Decision::Allow),
@@ -156,6 +157,9 @@ async fn a_process_that_starts_without_its_redis_decides_and_keeps_until_it_appe
         process.put_plan(connection, [dimension(WINDOW, 9e15)]).await;
         process.create(pool(connection, [connection], [hard("A", 100.0)]).failing(mode)).await;
     }
+    process.kill();
+    redis.kill();
+    process.restart_with(&vars(&url)).await;
     for (connection, _, want) in modes {
         for hold in [false, true] {
             let asked = ask("A", connection, tokens(1));
@@ -167,7 +171,7 @@ async fn a_process_that_starts_without_its_redis_decides_and_keeps_until_it_appe
             assert!(process.record("A", connection, tokens(n)).await.journaled);
         }
     }
-    // It is killed before it has ever seen its Redis.
+    // It is killed before it has seen its Redis again.
     process.restart_with(&vars(&url)).await;
     assert!(process.status().await.degraded);
     assert!(process.record("A", "c1", tokens(1_000)).await.journaled);

@@ -41,12 +41,15 @@ impl Replicas {
         for _ in 0..REPLICAS {
             let line = Proxy::to(redis.address()).await;
             let server = TestServer::start_on(&line.url(), Arc::clone(&clock)).await;
-            for pool in pools {
-                server.put_plan(&pool.connection_ids[0], [dimension(WINDOW, LIMIT as f64)]).await;
-                server.create(pool.clone()).await;
-            }
             servers.push(server);
             lines.push(line);
+        }
+        for pool in pools {
+            servers[0].put_plan(&pool.connection_ids[0], [dimension(WINDOW, LIMIT as f64)]).await;
+            servers[0].create(pool.clone()).await;
+        }
+        for server in &servers {
+            server.until_it_follows(&servers[0]).await;
         }
         let replicas = Self { servers, lines, _redis: redis };
         for server in &replicas.servers {
