@@ -23,11 +23,11 @@ async fn with_pools(url: &str, clock: &Arc<ManualClock>) -> TestServer {
     server
 }
 
-/// Minute | key | connection | tokens | what the provider says: per cent, seconds to the end.
-type Row = (u64, &'static str, &'static str, i64, Option<(f64, u64)>);
+/// What a provider says with a response: per cent used, and seconds to the end of its window.
+type Said = Option<(f64, u64)>;
 
-/// What is recorded, and when.
-const RECORDS: [Row; 14] = [
+/// What is recorded, and when: minute | key | connection | tokens | what the provider says.
+const RECORDS: [(u64, &str, &str, i64, Said); 14] = [
     (10, "A", "c1", 5, None),
     (10, "B", "c1", 50, None),
     (10, "A", "c2", 10, Some((0.0, 3_000))),
