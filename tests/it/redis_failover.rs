@@ -18,7 +18,7 @@ const TOKENS: &str = "tokens/366d";
 const LONG: Duration = Duration::from_secs(3_600);
 const POLL: Duration = Duration::from_millis(20);
 /// Records that a new master has certainly not seen, where that is to be so.
-const LOST_MIN: f64 = 100.0;
+const LOST_MIN: f64 = 40.0;
 /// How much is shown of what is wrong.
 const SHOWN_MAX: usize = 10;
 /// So long callers go on when the new master is there.
@@ -165,7 +165,7 @@ async fn under_load(redis: Option<TestPairs>, replicas: usize, blow: Blow) {
     let course = Course::begin();
     let caller = |number| Caller::new(number, &scene.clients, &course, &habits, 1);
     let callers: Vec<_> = (0..CALLERS).map(|number| tokio::spawn(caller(number).call())).collect();
-    scene.until_requests(2.0 * LOST_MIN).await;
+    scene.until_requests(LOST_MIN).await;
     scene.strike(blow).await;
     let (back_in, _) = drained(&scene.replicas).await;
     course.pause(AFTERWARDS).await;
