@@ -149,6 +149,9 @@ async fn outages_are_said_once(fault: Fault) {
         for (connection, ..) in MODES {
             assert_eq!(process.used(connection, WINDOW).await.0, recorded as f64, "{fault:?}: {connection}");
         }
+        // A decision is normal before the log says so.
+        let says_so = || process.log().lines().filter(|line| line.contains("Redis answers again")).count();
+        until("it says that Redis is back", async || says_so() >= round).await;
         let log = process.log();
         let loud = ["\"level\":\"WARN\"", "\"level\":\"ERROR\""];
         let said: Vec<_> = log.lines().filter(|line| loud.iter().any(|level| line.contains(level))).collect();
