@@ -15,6 +15,8 @@ use fred::types::Value;
 use super::{
     STORE,
     client::{Client, Command, Failure, bytes_of, entries_of},
+    health::Health,
+    reach::Reach,
 };
 use crate::{
     core::{
@@ -54,7 +56,7 @@ for index = 8, #ARGV, 3 do
   redis.call('ZADD', KEYS[3], ARGV[index + 1], ARGV[index])
 end
 redis.call('HSET', KEYS[1], 'lineage', ARGV[4], 'revision', ARGV[5], 'write', ARGV[6])
-redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', ARGV[7])
+redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', '(' .. ARGV[7])
 redis.call('ZADD', KEYS[4], ARGV[5], ARGV[5] .. ':' .. ARGV[6])
 return 1";
 
@@ -99,18 +101,32 @@ return found";
 #[derive(Clone, Debug)]
 pub(super) struct RedisDirectory {
     client: Client,
+    health: Arc<Health>,
+    /// Of the one server that has everything.
+    reach: Arc<Reach>,
     admits: Arc<AtomicBool>,
 }
 
 impl RedisDirectory {
     /// Of what `client` reaches; `admits` follows whether that is the right one.
-    pub(super) fn new(client: Client, admits: Arc<AtomicBool>) -> Self {
-        Self { client, admits }
+    pub(super) fn new(
+        client: Client,
+        health: Arc<Health>,
+        reach: Arc<Reach>,
+        admits: Arc<AtomicBool>,
+    ) -> Self {
+        Self { client, health, reach, admits }
     }
 
     async fn call(&self, name: &'static str, args: Vec<Bytes>) -> Result<Value, StoreError> {
         let command = Command { name, key: Bytes::from_static(HEAD.as_bytes()), args };
-        self.client.call(command, TIMEOUT).await.map_err(unavailable)
+        self.client.call(command, TIMEOUT).await.map_err(|failure| {
+            // Where nobody calls, this is who notices. In a cluster it says nothing of other nodes.
+            if !self.client.is_clustered() {
+                self.health.fails(&self.reach, &failure);
+            }
+            unavailable(failure)
+        })
     }
 
     async fn ask(&self, name: &'static str, args: &[&str]) -> Result<Vec<Option<Bytes>>, StoreError> {

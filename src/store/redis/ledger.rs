@@ -106,7 +106,8 @@ impl RedisLedger {
         let reader = Reader::start(client.clone(), Arc::clone(&health), clock, options.timeout);
         let live_replicas = Arc::new(AtomicU64::new(1));
         let admits = Arc::new(AtomicBool::new(options.admits));
-        let directory = RedisDirectory::new(client.clone(), Arc::clone(&admits));
+        let (known, reach) = (Arc::clone(&health), Arc::clone(&pools.reach));
+        let directory = RedisDirectory::new(client.clone(), known, reach, Arc::clone(&admits));
         let drain = Drain {
             journal,
             sender: sender.clone(),
