@@ -143,7 +143,7 @@ async fn random_writes_of_three_administrators_end_in_the_same_documents_everywh
     let mut answered = BTreeMap::new();
     let mut deleted = BTreeSet::new();
     for administrator in administrators.collect::<Vec<_>>() {
-        let (written, gone) = administrator.await.expect("it is there");
+        let (written, gone) = administrator.await.unwrap();
         for (revision, document) in written {
             let other = answered.insert(revision, document);
             assert_eq!(other, None, "two writes have revision {revision}");
@@ -159,7 +159,7 @@ async fn random_writes_of_three_administrators_end_in_the_same_documents_everywh
     assert!(last.len() > 10, "{last:?}");
     for (of, revision) in last {
         let document = &documents[&name(of)];
-        let stored = i64::try_from(document.revision).expect("it is there");
+        let stored = i64::try_from(document.revision).unwrap();
         let is_it = stored == revision && document.content.is_some();
         let was_deleted = stored > revision && document.content.is_none() && deleted.contains(of);
         assert!(is_it || was_deleted, "{of} was last written at {revision}: {document:?}");
@@ -201,7 +201,7 @@ async fn administrate(client: Client, writes: usize) -> (Vec<(i64, String)>, Vec
             }
             8 => {
                 let request = pb::PutPlanRequest::of(connection, [dimension("tokens/daily", 1.0 + weight)]);
-                let plan = told(client.plans().put_plan(request).await).plan.expect("it is there");
+                let plan = told(client.plans().put_plan(request).await).plan.expect("the plan");
                 written.push((plan.revision, format!("plan:{connection}")));
                 continue;
             }
@@ -212,7 +212,7 @@ async fn administrate(client: Client, writes: usize) -> (Vec<(i64, String)>, Vec
             }
         };
         match put {
-            Ok(of) => written.push((of.expect("it is there").revision, format!("pool:{id}"))),
+            Ok(of) => written.push((of.expect("the pool").revision, format!("pool:{id}"))),
             Err(status) => {
                 let expected =
                     [Code::AlreadyExists, Code::NotFound, Code::FailedPrecondition, Code::InvalidArgument];
@@ -242,7 +242,7 @@ async fn of_two_administrators_with_one_revision_one_wins_and_the_other_is_told_
         let (here, there) =
             tokio::join!(update(&one, format!("here {round}")), update(&other, format!("there {round}")));
         let (won, lost) = if here.is_ok() { (here, there) } else { (there, here) };
-        let won = told(won).pool.expect("it is there");
+        let won = told(won).pool.unwrap();
         let lost = refusal(lost);
         assert_eq!((lost.code, lost.reason.as_str()), (Code::Aborted, "REVISION_DIFFERS"));
         assert_eq!(lost.metadata["current_revision"], won.revision.to_string());
@@ -346,6 +346,6 @@ async fn deletions_are_forgotten_after_90_days_here_and_in_redis() {
     assert!(stored(server.data_dir()).await.deletion(&name("pool:q")).is_some());
     // Who was before the deletion cannot follow past it.
     let writes = redis.cli(&["ZRANGE", WRITES, "0", "-1", "WITHSCORES"]).await;
-    let oldest: u64 = writes.lines().nth(1).expect("it is there").parse().unwrap();
+    let oldest: u64 = writes.lines().nth(1).unwrap().parse().unwrap();
     assert_eq!(oldest, 2, "{writes}");
 }

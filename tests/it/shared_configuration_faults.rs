@@ -153,7 +153,7 @@ async fn a_redis_set_back_to_an_older_state_gets_the_newer_documents() {
     for gone in ["pool:gone", "pool:short"] {
         assert!(documents[&name(gone)].content.is_none(), "{gone} came back");
     }
-    assert_eq!(fresh.get_pool("kept").await.pool.expect("it is there").allocations.len(), 2);
+    assert_eq!(fresh.get_pool("kept").await.pool.unwrap().allocations.len(), 2);
     // A life is nobody else's, though revisions were lost.
     let next = create(&one, "next", "c3").await;
     assert!(next.revision > short.revision);
@@ -180,9 +180,9 @@ async fn of_equal_revisions_with_different_content_that_in_redis_stays() {
     assert_eq!(won.revision, lost.revision);
     one.restart().await;
     let documents = until_alike(&[one.data_dir(), other.data_dir()]).await;
-    assert!(documents[&name("pool:newer")].revision > u64::try_from(newer.revision).expect("it is there"));
+    assert!(documents[&name("pool:newer")].revision > u64::try_from(newer.revision).unwrap());
     for replica in [&one, &other] {
-        assert_eq!(replica.get_pool("p").await.pool.expect("it is there").name, "won");
+        assert_eq!(replica.get_pool("p").await.pool.unwrap().name, "won");
     }
 }
 
@@ -315,8 +315,8 @@ async fn the_redis_of_others_changes_nothing_on_either_side_until_it_is_adopted(
     let dir = process.data_dir().to_owned();
     let dir_text = dir.display().to_string();
     let (before, in_redis) = (export(&dir).await, dump(&others).await);
-    let ours = stored(&dir).await.head().expect("it is there").lineage;
-    let lineage = stored(theirs.data_dir()).await.head().expect("it is there").lineage;
+    let ours = stored(&dir).await.head().unwrap().lineage;
+    let lineage = stored(theirs.data_dir()).await.head().unwrap().lineage;
 
     process.restart_with(&on(&others.url())).await;
     until("it says so", async || !process.is_serving().await).await;
@@ -365,15 +365,14 @@ async fn the_redis_of_others_changes_nothing_on_either_side_until_it_is_adopted(
     assert!(adopted.stdout.contains(&lineage) && adopted.stdout.contains("1 pool"), "{}", adopted.stdout);
     assert_eq!(export(&dir).await, export(theirs.data_dir()).await);
     assert_eq!(dump(&others).await, in_redis);
-    let set_aside = adopted.stdout.lines().last().expect("it is there").rsplit(' ').next().unwrap();
+    let set_aside = adopted.stdout.lines().last().unwrap().rsplit(' ').next().unwrap();
     assert!(set_aside.starts_with(&format!("{dir_text}/storage.sqlite.2")), "{set_aside}");
-    let elsewhere = tempfile::TempDir::new().expect("it is there");
-    std::fs::copy(set_aside, elsewhere.path().join("storage.sqlite")).expect("it is there");
+    let elsewhere = tempfile::TempDir::new().unwrap();
+    std::fs::copy(set_aside, elsewhere.path().join("storage.sqlite")).unwrap();
     assert_eq!(export(elsewhere.path()).await, before, "nothing of it is in another file");
-    let mut files: Vec<_> =
-        std::fs::read_dir(&dir).expect("it is there").map(|of| of.unwrap().file_name()).collect();
+    let mut files: Vec<_> = std::fs::read_dir(&dir).unwrap().map(|of| of.unwrap().file_name()).collect();
     files.sort();
-    let aside = Path::new(set_aside).file_name().expect("it is there");
+    let aside = Path::new(set_aside).file_name().unwrap();
     assert_eq!(files, ["quota-share.lock".as_ref(), "storage.sqlite".as_ref(), aside]);
 
     process.restart_with(&on(&others.url())).await;
@@ -393,7 +392,7 @@ async fn a_replica_that_is_killed_amidst_writes_agrees_with_the_others() {
     if redis_is_missing() {
         return;
     }
-    let rounds = env::var("QUOTA_KILL_ROUNDS").map_or(4, |rounds| rounds.parse().expect("it is there"));
+    let rounds = env::var("QUOTA_KILL_ROUNDS").map_or(4, |rounds| rounds.parse().unwrap());
     let redis = TestRedis::start().await;
     let other = started(&redis.url()).await;
     let url = redis.url();
@@ -418,7 +417,7 @@ async fn a_replica_that_is_killed_amidst_writes_agrees_with_the_others() {
         });
         tokio::time::sleep(Duration::from_millis(rand::random_range(5..300))).await;
         process.kill();
-        answered.extend(writer.await.expect("it is there"));
+        answered.extend(writer.await.unwrap());
         process.restart_with(&on(&url)).await;
         let documents = until_alike(&[other.data_dir(), process.data_dir()]).await;
         for id in &answered {
@@ -430,7 +429,7 @@ async fn a_replica_that_is_killed_amidst_writes_agrees_with_the_others() {
 
 /// Writes a document as a newer version of the program would.
 async fn write_as_newer(redis: &TestRedis, name: &str, content: &str) {
-    let revision: u64 = redis.cli(&["HGET", HEAD, "revision"]).await.parse().expect("it is there");
+    let revision: u64 = redis.cli(&["HGET", HEAD, "revision"]).await.parse().expect("a revision");
     let (next, write) = ((revision + 1).to_string(), format!("newer-{revision}"));
     let content = content.replace("REVISION", &next);
     let document = format!(r#"{{"revision":{next},"written_at":1,"content":{content}}}"#);
@@ -463,7 +462,7 @@ async fn what_a_newer_version_has_written_stays_in_documents_that_this_one_write
     let answer = one.enforce("A", "n1", tokens(6)).await;
     assert!(matches!(answer.verdict(), Verdict::Block { .. }), "{answer:?}");
 
-    let of = one.get_pool("n").await.pool.expect("it is there");
+    let of = one.get_pool("n").await.pool.unwrap();
     one.update(pb::Pool { name: "renamed".to_owned(), ..of }).await;
     one.put_allocation("n", hard("B", 0.0)).await;
     one.put_plan("n1", [dimension("tokens/daily", 6.0)]).await;
@@ -481,9 +480,9 @@ async fn what_a_newer_version_has_written_stays_in_documents_that_this_one_write
     // On the disk as well; an import, which might be misspelt, names them.
     let exported = export(one.data_dir()).await;
     assert!(exported.contains("flavour") && exported.contains("verve"), "{exported}");
-    let folder = tempfile::TempDir::new().expect("it is there");
+    let folder = tempfile::TempDir::new().unwrap();
     let file = folder.path().join("export.json");
-    std::fs::write(&file, &exported).expect("it is there");
+    std::fs::write(&file, &exported).unwrap();
     let data = folder.path().join("data").display().to_string();
     let imported = run(&["import", &file.display().to_string()], &[("DATA_DIR", &data)]).await;
     assert!(imported.code == Some(1) && imported.stderr.contains("flavour"), "{imported:?}");
@@ -550,19 +549,18 @@ async fn a_document_that_this_version_cannot_take_is_a_warning_and_decisions_go_
 #[tokio::test]
 #[ignore = "a measurement"]
 async fn many_pools_are_published_and_taken_over() {
-    let pools: usize =
-        env::var("QUOTA_MANY_POOLS").map_or(10_000, |pools| pools.parse().expect("it is there"));
+    let pools: usize = env::var("QUOTA_MANY_POOLS").map_or(10_000, |pools| pools.parse().unwrap());
     let redis = TestRedis::start().await;
     let mut one = TestServer::start_on_sqlite().await;
     one.stop().await;
-    let folder = tempfile::TempDir::new().expect("it is there");
+    let folder = tempfile::TempDir::new().unwrap();
     let file = folder.path().join("pools.json");
     let lines: Vec<String> = (0..pools)
         .map(|n| {
             format!(r#"{{"pool_id":"p{n}","name":"p{n}","connection_ids":["c{n}"],"allocations":[{{"api_key_id":"A","weight":1}}]}}"#)
         })
         .collect();
-    std::fs::write(&file, format!(r#"{{"version":1,"pools":[{}]}}"#, lines.join(","))).expect("it is there");
+    std::fs::write(&file, format!(r#"{{"version":1,"pools":[{}]}}"#, lines.join(","))).unwrap();
     let data = one.data_dir().display().to_string();
     let imported = run(&["import", &file.display().to_string()], &[("DATA_DIR", &data)]).await;
     assert_eq!(imported.code, Some(0), "{}", imported.stderr);

@@ -46,10 +46,9 @@ fn change(step: &Step, name: &str) -> Change {
     match step {
         Step::Create(id, connections) => Change::CreatePool(pool(*id, connections)),
         Step::Update(id, connections) => Change::UpdatePool { spec: pool(*id, connections), revision: 0 },
-        Step::Delete(id) => Change::DeletePool {
-            pool: PoolId::parse("pool", &format!("p{id}")).expect("it is there"),
-            revision: 0,
-        },
+        Step::Delete(id) => {
+            Change::DeletePool { pool: PoolId::parse("pool", &format!("p{id}")).expect("an id"), revision: 0 }
+        }
         Step::PutPlan(connection, limit) => {
             let (unit, window) = ("tokens".to_owned(), "daily".to_owned());
             let dimensions = vec![DimensionSpec { unit, window, limit: Some(f64::from(*limit)) }];
@@ -60,7 +59,7 @@ fn change(step: &Step, name: &str) -> Change {
             }
         }
         Step::DeletePlan(connection) => {
-            let connection = ConnectionId::parse("plan", &format!("c{connection}")).expect("it is there");
+            let connection = ConnectionId::parse("plan", &format!("c{connection}")).expect("an id");
             Change::DeletePlan { connection, revision: 0 }
         }
         Step::Settings(tenths) => Change::UpdateSettings(SettingsUpdate {
@@ -123,13 +122,13 @@ proptest! {
         let ancestor = after(Directory::default().of_lineage("l".to_owned()), &common, "common");
         let own = after(ancestor.clone(), &here, "here");
         let other = after(ancestor.clone(), &there, "there");
-        let (head, documents) = (other.head().expect("it is there"), other.documents());
-        let reconciled = own.reconcile(&head, &documents, "together".to_owned()).expect("it is there");
+        let (head, documents) = (other.head().unwrap(), other.documents());
+        let reconciled = own.reconcile(&head, &documents, "together".to_owned()).unwrap();
         let next = &reconciled.next;
-        let next_head = next.head().expect("it is there");
+        let next_head = next.head().unwrap();
 
         // The other side follows by what it was given.
-        let (followed, writes) = other.follow(next_head.clone(), &reconciled.missing).expect("it is there");
+        let (followed, writes) = other.follow(next_head.clone(), &reconciled.missing).unwrap();
         prop_assert_eq!(followed.documents(), next.documents());
         prop_assert_eq!(stored(&other, &followed, &writes), next.documents());
         prop_assert_eq!(stored(&own, next, &reconciled.writes), next.documents());
@@ -157,15 +156,15 @@ proptest! {
             }
         }
 
-        let again = next.reconcile(&next_head, &followed.documents(), "again".to_owned()).expect("it is there");
+        let again = next.reconcile(&next_head, &followed.documents(), "again".to_owned()).unwrap();
         prop_assert!(again.missing.is_empty() && again.writes.is_empty() && again.dropped.is_empty());
-        prop_assert_eq!(again.next.head().expect("it is there"), next_head.clone());
+        prop_assert_eq!(again.next.head().unwrap(), next_head.clone());
 
         // Who has stayed with the ancestor comes to the same, and who has nothing too.
-        let late = ancestor.reconcile(&next_head, &next.documents(), "late".to_owned()).expect("it is there");
+        let late = ancestor.reconcile(&next_head, &next.documents(), "late".to_owned()).unwrap();
         prop_assert!(late.missing.is_empty());
         prop_assert_eq!(late.next.documents(), next.documents());
-        let (fresh, writes) = Directory::default().take_over(next_head, &next.documents()).expect("it is there");
+        let (fresh, writes) = Directory::default().take_over(next_head, &next.documents()).unwrap();
         prop_assert_eq!(fresh.documents(), next.documents());
         prop_assert_eq!(stored(&Directory::default(), &fresh, &writes), next.documents());
     }
@@ -178,7 +177,7 @@ proptest! {
         let before = after(start, &steps[..seen], "a");
         let now = after(before.clone(), &steps[seen..], "b");
         let later = now.documents().into_iter().filter(|(_, of)| of.revision > before.revision()).collect();
-        let (followed, writes) = before.follow(now.head().expect("it is there"), &later).unwrap();
+        let (followed, writes) = before.follow(now.head().unwrap(), &later).unwrap();
         prop_assert_eq!(followed.documents(), now.documents());
         prop_assert_eq!(stored(&before, &followed, &writes), now.documents());
     }
@@ -189,14 +188,15 @@ fn what_cannot_be_is_refused_and_names_the_document() {
     let start = Directory::default().of_lineage("l".to_owned());
     let two = [Step::Create(0, BTreeSet::from([0])), Step::Create(1, BTreeSet::from([1]))];
     let now = after(start.clone(), &two, "a");
-    let (head, documents) = (now.head().expect("it is there"), now.documents());
-    let name: DocumentName = "pool:p0".parse().expect("it is there");
+    let (head, documents) = (now.head().unwrap(), now.documents());
+    let name: DocumentName = "pool:p0".parse().unwrap();
+    type Spoil<'a> = &'a dyn Fn(&mut Documents);
     // what is changed | what the refusal names
-    let cases: [(&dyn Fn(&mut Documents), &str); 6] = [
-        (&|all| all.get_mut(&name).expect("it is there").revision = 3, "pool:p0.revision"),
-        (&|all| all.get_mut(&name).expect("it is there").revision = 0, "pool:p0.revision"),
+    let cases: [(Spoil<'_>, &str); 6] = [
+        (&|all| all.get_mut(&name).unwrap().revision = 3, "pool:p0.revision"),
+        (&|all| all.get_mut(&name).unwrap().revision = 0, "pool:p0.revision"),
         (
-            &|all| all.get_mut(&name).expect("it is there").written_at = Timestamp::from_unix_ms(u64::MAX),
+            &|all| all.get_mut(&name).unwrap().written_at = Timestamp::from_unix_ms(u64::MAX),
             "pool:p0.written_at",
         ),
         (&|all| with(all, "pool:p1", |created, _| *created = 1), "pool:p1.created_revision"),
@@ -212,7 +212,7 @@ fn what_cannot_be_is_refused_and_names_the_document() {
 }
 
 fn with(all: &mut Documents, name: &str, spoil: impl Fn(&mut u64, &mut PoolSpec)) {
-    let document = all.get_mut(&name.parse().expect("it is there")).unwrap();
+    let document = all.get_mut(&name.parse().expect("a document")).expect("a document");
     let Some(Content::Pool { created_revision, spec, .. }) = &mut document.content else { panic!("a pool") };
     spoil(created_revision, spec);
 }
