@@ -49,19 +49,14 @@ struct Scene {
 impl Scene {
     async fn set_up(redis: TestPairs, replicas: usize, timeout_ms: &str) -> Self {
         let pools = [SharedPool::new("open", Kind::Roomy, FailureMode::FailOpen)];
-        let vars = [("QUOTA_STORE_TIMEOUT_MS", timeout_ms)];
-        let mut started = Vec::new();
-        for _ in 0..replicas {
-            started.push(TestReplica::start(&redis.url(), &vars).await);
-        }
-        let clients: Vec<_> = started.iter().map(TestReplica::client).collect();
-        pools[0].create(&clients[0], CALLERS).await;
-        for client in &clients {
-            client.until_it_follows(&clients[0]).await;
-            client.until_counters_are_in_reach().await;
-        }
+        let urls = vec![redis.url(); replicas];
+        let replicas = TestReplica::start_team(&urls, timeout_ms, async |writer| {
+            pools[0].create(writer, CALLERS).await;
+        });
+        let replicas = replicas.await;
+        let clients: Vec<_> = replicas.iter().map(TestReplica::client).collect();
         let revision = clients[0].get_pool("open").await.pool.expect("the pool").revision;
-        Self { redis, replicas: started, clients, pools, tag: format!("{{{revision}}}") }
+        Self { redis, replicas, clients, pools, tag: format!("{{{revision}}}") }
     }
 
     /// Requests that are counted, as far as a replica can tell now.

@@ -112,17 +112,13 @@ impl Stage {
     async fn set_up(setting: &Setting, pools: &[SharedPool]) -> Self {
         let redis = TestRedis::start_with(&["--appendonly", "yes", "--appendfsync", "always"]).await;
         let lines = join_all((0..setting.replicas).map(|_| Proxy::to(redis.address()))).await;
-        let vars = [("QUOTA_STORE_TIMEOUT_MS", TIMEOUT_MS)];
         let urls: Vec<_> = lines.iter().map(Proxy::url).collect();
-        let replicas = join_all(urls.iter().map(|url| TestReplica::start(url, &vars))).await;
-        let writer = replicas[0].client();
-        for pool in pools {
-            pool.create(&writer, setting.clients).await;
-        }
-        for replica in &replicas {
-            replica.client().until_it_follows(&writer).await;
-            replica.client().until_counters_are_in_reach().await;
-        }
+        let replicas = TestReplica::start_team(&urls, TIMEOUT_MS, async |writer| {
+            for pool in pools {
+                pool.create(writer, setting.clients).await;
+            }
+        });
+        let replicas = replicas.await;
         Self { redis, lines, replicas }
     }
 

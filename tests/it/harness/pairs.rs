@@ -10,7 +10,9 @@ use super::{TestCluster, TestRedis, process::PATIENCE};
 const POLL: Duration = Duration::from_millis(20);
 const SENTINELS: usize = 3;
 const MASTERS: usize = 3;
-/// When it is ordered again that a replica takes over: it is given up after five seconds on a busy machine.
+/// When a replica that has not taken over by itself is ordered to.
+const ORDERED_AFTER: Duration = Duration::from_secs(20);
+/// When it is ordered again: it is given up after five seconds.
 const GIVEN_UP_AFTER: Duration = Duration::from_secs(8);
 /// What the Sentinels call the master.
 const SERVICE: &str = "quota";
@@ -112,34 +114,41 @@ impl TestPairs {
         let pair = self.pair_of(key).await;
         self.pairs[pair].master.kill();
         self.pairs[pair].replica.wake();
-        until("the replica takes over", async || self.is_promoted(pair).await).await;
-        self.pairs[pair].swap();
+        self.until_promoted(pair, ORDERED_AFTER, "FORCE").await;
     }
 
     /// Has the replica of `key` take over while its master lives, and waits until that one is its replica. Sentinels let
     /// the former master go on for a while: what it is asked meanwhile is lost.
     pub(crate) async fn fail_over(&mut self, key: &str) {
         let pair = self.pair_of(key).await;
-        let mut ordered = None;
+        self.until_promoted(pair, Duration::ZERO, "").await;
+        let former = &self.pairs[pair].replica;
+        until("the former master is a replica", async || is_in_role(former, "slave").await).await;
+    }
+
+    /// Waits until the replica of a pair has taken over. It is ordered to if it has not after a while, and again: on a busy
+    /// machine an election or an order can come to nothing.
+    async fn until_promoted(&mut self, pair: usize, ordered_after: Duration, how: &str) {
+        let mut next_order = Instant::now() + ordered_after;
         until("the replica takes over", async || {
-            if ordered.is_none_or(|at: Instant| at.elapsed() > GIVEN_UP_AFTER) {
-                self.order_fail_over(pair).await;
-                ordered = Some(Instant::now());
+            if Instant::now() >= next_order {
+                self.order_fail_over(pair, how).await;
+                next_order = Instant::now() + GIVEN_UP_AFTER;
             }
             self.is_promoted(pair).await
         })
         .await;
         self.pairs[pair].swap();
-        let former = &self.pairs[pair].replica;
-        until("the former master is a replica", async || former.cli(&["ROLE"]).await.starts_with("slave"))
-            .await;
     }
 
     /// Refused while one is under way.
-    async fn order_fail_over(&self, pair: usize) {
+    async fn order_fail_over(&self, pair: usize, how: &str) {
         match &self.watch {
             Watch::Sentinels { sentinels, .. } => sentinels[0].cli(&["SENTINEL", "FAILOVER", SERVICE]).await,
-            Watch::Cluster => self.pairs[pair].replica.cli(&["CLUSTER", "FAILOVER"]).await,
+            Watch::Cluster => {
+                let order = ["CLUSTER", "FAILOVER", how];
+                self.pairs[pair].replica.cli(&order[..order.len() - usize::from(how.is_empty())]).await
+            }
         };
     }
 
@@ -233,6 +242,8 @@ async fn sentinel(folder: &TempDir, number: usize, master: &str) -> TestRedis {
     // they take up to 18 seconds otherwise. Older versions refuse.
     sentinel.cli(&["SENTINEL", "DEBUG", "PUBLISH-PERIOD", "100"]).await;
     sentinel.cli(&["SENTINEL", "DEBUG", "INFO-PERIOD", "1000"]).await;
+    // One that finds itself slow does nothing for half a minute.
+    sentinel.cli(&["SENTINEL", "DEBUG", "TILT-TRIGGER", "60000"]).await;
     sentinel
 }
 

@@ -2,6 +2,7 @@
 
 use std::{net::SocketAddr, path::Path};
 
+use futures::future::join_all;
 use nix::sys::signal::Signal;
 
 use super::{Client, TestProcess, client::page, ports};
@@ -19,7 +20,7 @@ pub(crate) struct TestReplica {
 
 impl TestReplica {
     /// A replica with no pools that counts in the Redis at `url`, with `vars` in its environment besides.
-    pub(crate) async fn start(url: &str, vars: &[(&'static str, &str)]) -> Self {
+    async fn start(url: &str, vars: &[(&'static str, &str)]) -> Self {
         let (address, http_address) = (ports::free().await, ports::free().await);
         let mut vars: Vec<_> = vars.iter().map(|(name, value)| (*name, (*value).to_owned())).collect();
         vars.extend([
@@ -30,6 +31,25 @@ impl TestReplica {
         ]);
         let process = TestProcess::start_with(&borrowed(&vars)).await;
         Self { process, address, http_address, vars, former_logs: String::new() }
+    }
+
+    /// Replicas that share a configuration, each at its URL of one Redis, with what `configure` writes through the first.
+    /// They start one after the other, as otherwise each might take itself for the first one there.
+    pub(crate) async fn start_team(
+        urls: &[String],
+        timeout_ms: &str,
+        configure: impl AsyncFnOnce(&Client),
+    ) -> Vec<Self> {
+        let vars = [("QUOTA_STORE_TIMEOUT_MS", timeout_ms)];
+        let first = Self::start(&urls[0], &vars).await;
+        configure(&first.client()).await;
+        let others = join_all(urls[1..].iter().map(|url| Self::start(url, &vars))).await;
+        let team: Vec<_> = [first].into_iter().chain(others).collect();
+        for replica in &team {
+            replica.client().until_it_follows(&team[0].client()).await;
+            replica.client().until_counters_are_in_reach().await;
+        }
+        team
     }
 
     /// A connection of one's own, which comes back with the replica.
