@@ -137,9 +137,12 @@ impl Caller {
         }
     }
 
-    fn note(&mut self, replica: usize, call: &str, outcome: &str) {
-        let line = format!("caller {} to replica {replica}: {call}: {outcome}", self.number);
-        self.book.calls.push((self.course.elapsed(), line));
+    /// Notes an attempt that was made at `sent`.
+    fn note(&mut self, replica: usize, sent: Duration, call: &str, outcome: &str) {
+        let at = self.course.elapsed();
+        let took_ms = (at - sent).as_millis();
+        let line = format!("caller {} to replica {replica}: {call}: {took_ms} ms: {outcome}", self.number);
+        self.book.calls.push((at, line));
     }
 
     /// Sends a call to one replica after another until one answers. `None`: it was refused, or nobody answered though
@@ -178,7 +181,7 @@ impl Caller {
                     "no answer".to_owned()
                 }
             };
-            self.note(replica, call, &why);
+            self.note(replica, sent, call, &why);
             *self.book.retries.entry(why).or_default() += 1;
             if self.course.healed_since() > PATIENCE {
                 self.expect(false, || format!("{call} is not answered though everything is healed"));
@@ -220,7 +223,7 @@ impl Caller {
         let Some(answered) = answered.await else { return };
         let pb::RecordConsumptionResponse { duplicate, reservation_expired, journaled, pool_id } =
             answered.answer.clone();
-        self.note(answered.replica, &call, &format!("{:?}", answered.answer));
+        self.note(answered.replica, answered.sent, &call, &format!("{:?}", answered.answer));
         self.book.records_us.saturating_record((answered.at - answered.sent).as_micros() as u64);
         self.expect(pool_id == pool.id, || format!("{call} was counted in {pool_id:?}"));
         let once = answered.attempts == 1;
@@ -320,7 +323,7 @@ impl Caller {
             if answer.repeated_request { " repeated" } else { "" },
             if answer.degraded { " degraded" } else { "" },
         );
-        self.note(asked.replica, &call, &outcome);
+        self.note(asked.replica, asked.sent, &call, &outcome);
         self.book.decisions_us.saturating_record((asked.at - asked.sent).as_micros() as u64);
         if answer.degraded {
             self.book.degraded(asked.replica, asked.at);
@@ -380,7 +383,7 @@ impl Caller {
             async move { door.release_reservation(release).await }
         });
         let Some(answered) = answered.await else { return };
-        self.note(answered.replica, &call, &format!("{:?}", answered.answer));
+        self.note(answered.replica, answered.sent, &call, &format!("{:?}", answered.answer));
         let pb::ReleaseReservationResponse { released, journaled } = answered.answer;
         let is_lost = answered.attempts == 1 && !journaled && !released && self.surely_held(hold, &answered);
         self.expect(!is_lost, || format!("{call}: it is gone before its time"));
