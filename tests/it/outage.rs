@@ -50,8 +50,15 @@ async fn durable_redis() -> TestRedis {
     TestRedis::start_with(&["--appendonly", "yes", "--appendfsync", "always"]).await
 }
 
+/// More than the default, so that a machine that does much else is no outage.
+const BUDGET_MS: &str = "300";
+
 async fn process_on(url: &str) -> TestProcess {
-    let vars = [("QUOTA_STORE_DRIVER", "redis"), ("QUOTA_STORE_REDIS_URL", url)];
+    let vars = [
+        ("QUOTA_STORE_DRIVER", "redis"),
+        ("QUOTA_STORE_REDIS_URL", url),
+        ("QUOTA_STORE_TIMEOUT_MS", BUDGET_MS),
+    ];
     let process = TestProcess::start_with(&vars).await;
     create_pools(&process).await;
     process
@@ -287,7 +294,12 @@ async fn a_disk_that_fills_up_while_redis_is_gone_acknowledges_nothing() {
     }
     let mut redis = durable_redis().await;
     let process = process_on(&redis.url()).await;
-    let held = process.reserve("A", "c1", tokens(7)).await.reservation_id;
+    let mut held = String::new();
+    until("it is held", async || {
+        held = process.reserve("A", "c1", tokens(7)).await.reservation_id;
+        !held.is_empty()
+    })
+    .await;
     redis.kill();
     for _ in 0..20 {
         assert!(process.record("A", "c1", tokens(1)).await.journaled);
