@@ -43,6 +43,8 @@ const WRITES_MAX: u64 = 1_000;
 const PAGE: usize = 500;
 /// How long a read or a write may take; a configuration of 100,000 pools is some ten megabytes.
 const TIMEOUT: Duration = Duration::from_secs(5);
+/// How long it may take to find out who is there: somebody waits for it who wants to know what is wrong.
+const LOOK_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Writes documents if the head is the one that is known. ARGV: lineage, revision and write of the known head, the same of
 /// the next, the oldest write to remember, then name, revision and document of each.
@@ -119,8 +121,17 @@ impl RedisDirectory {
     }
 
     async fn call(&self, name: &'static str, args: Vec<Bytes>) -> Result<Value, StoreError> {
+        self.call_within(TIMEOUT, name, args).await
+    }
+
+    async fn call_within(
+        &self,
+        timeout: Duration,
+        name: &'static str,
+        args: Vec<Bytes>,
+    ) -> Result<Value, StoreError> {
         let command = Command { name, key: Bytes::from_static(HEAD.as_bytes()), args };
-        self.client.call(command, TIMEOUT).await.map_err(|failure| {
+        self.client.call(command, timeout).await.map_err(|failure| {
             // Where nobody calls, this is who notices. In a cluster it says nothing of other nodes.
             if !self.client.is_clustered() {
                 self.health.fails(&self.reach, &failure);
@@ -228,8 +239,10 @@ impl SharedDirectory for RedisDirectory {
     }
 
     async fn replicas(&self) -> Result<Vec<ReplicaNote>, StoreError> {
-        let found = self.ask("EVAL", &[REPLICAS_NOW, "1", REPLICAS, &ALIVE_MS.to_string()]).await?;
-        let found: Vec<Bytes> = found.into_iter().flatten().collect();
+        let args = [REPLICAS_NOW, "1", REPLICAS, &ALIVE_MS.to_string()];
+        let args = args.map(|arg| Bytes::copy_from_slice(arg.as_bytes())).to_vec();
+        let found = entries_of(self.call_within(LOOK_TIMEOUT, "EVAL", args).await?).into_iter();
+        let found: Vec<Bytes> = found.filter_map(bytes_of).collect();
         let notes = found.chunks_exact(2).filter_map(|pair| {
             let note: ReplicaNote = serde_json::from_slice(&pair[0]).ok()?;
             let age_ms = std::str::from_utf8(&pair[1]).ok()?.parse().ok()?;
