@@ -197,6 +197,9 @@ async fn once_degraded_no_call_waits_for_redis() {
             let client = server.another_client().await;
             tokio::spawn(async move { client.quota().enforce(ask("A", "c1", None)).await })
         };
+        let began = Instant::now();
+        server.status().await;
+        assert!(began.elapsed() < Duration::from_secs(4), "GetStatus took {:?}", began.elapsed());
         until("it is degraded", async || server.status().await.degraded).await;
         let began = Instant::now();
         call_all(&server, 3, true).await;

@@ -16,9 +16,11 @@ use crate::{
 /// The machine's clock runs here, so the window is one whose bucket does not end during a test.
 const WINDOW: &str = "tokens/366d";
 const CALLERS: i64 = 8;
-const RECORDS: i64 = 250;
+/// Of each caller: where there are to be many, and where there need not be.
+const MANY: i64 = 300;
+const SOME: i64 = 120;
 const HELD: i64 = 10;
-/// Each hundred is settled, released, left open.
+/// A third is settled, a third released, a third left open.
 const RESERVATIONS: usize = 60;
 
 /// With more time for Redis than a busy machine takes.
@@ -39,7 +41,7 @@ async fn process_on(redis: &TestRedis) -> TestProcess {
 }
 
 /// Fills the journal of a process whose Redis is gone: `(consumed, reserved)` when it has drained.
-async fn fill_the_journal(process: &TestProcess, redis: &mut TestRedis) -> (f64, f64) {
+async fn fill_the_journal(process: &TestProcess, redis: &mut TestRedis, records: i64) -> (f64, f64) {
     process.record("A", "c1", tokens(5)).await;
     let mut reservations = Vec::new();
     for _ in 0..RESERVATIONS {
@@ -54,8 +56,8 @@ async fn fill_the_journal(process: &TestProcess, redis: &mut TestRedis) -> (f64,
     let recording = (0..CALLERS).map(|caller| async move {
         let client = Client::connect(process.address()).await;
         let mut sum = 0;
-        for n in 0..RECORDS {
-            let cost = 1 + caller * RECORDS + n;
+        for n in 0..records {
+            let cost = 1 + caller * records + n;
             let mut record = spent("A", "c1", tokens(cost));
             if n % 2 == 0 {
                 record = record.once(&format!("{caller}-{n}"));
@@ -84,9 +86,9 @@ async fn a_process_killed_with_a_full_journal_drains_it_when_it_is_back() {
     }
     let mut redis = durable_redis().await;
     let mut process = process_on(&redis).await;
-    let want = fill_the_journal(&process, &mut redis).await;
+    let want = fill_the_journal(&process, &mut redis, MANY).await;
     let entries = process.status().await.journal_length;
-    assert!(entries > CALLERS * RECORDS, "{entries}");
+    assert!(entries > CALLERS * MANY, "{entries}");
     process.kill();
     redis.restart().await;
     process.restart_with(&vars(&redis.url())).await;
@@ -102,11 +104,11 @@ async fn kills_amidst_draining_lose_nothing_and_count_nothing_twice() {
     let mut random = StdRng::seed_from_u64(0x6a6f_7572);
     let mut redis = durable_redis().await;
     let mut process = process_on(&redis).await;
-    let want = fill_the_journal(&process, &mut redis).await;
+    let want = fill_the_journal(&process, &mut redis, SOME).await;
     process.kill();
     redis.restart().await;
     let mut left = Vec::new();
-    for _ in 0..12 {
+    for _ in 0..8 {
         process.restart_with(&vars(&redis.url())).await;
         let before = process.status().await.journal_length;
         until("it drains", async || process.status().await.journal_length < before.max(1)).await;
@@ -130,7 +132,7 @@ async fn told_to_end_without_redis_a_process_ends_well_and_its_journal_is_draine
     }
     let mut redis = durable_redis().await;
     let mut process = process_on(&redis).await;
-    let want = fill_the_journal(&process, &mut redis).await;
+    let want = fill_the_journal(&process, &mut redis, SOME).await;
     let (code, took) = process.end_with(Signal::SIGTERM).await;
     assert_eq!(code, Some(0), "{}", process.log());
     assert!(took < Duration::from_secs(20), "{took:?}");
