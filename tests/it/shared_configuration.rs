@@ -8,7 +8,7 @@ use std::{
 };
 
 use quota_share::{
-    clock::SystemClock,
+    clock::{ManualClock, SystemClock},
     core::{
         directory::{Directory, Documents},
         document::DocumentName,
@@ -18,7 +18,7 @@ use quota_share::{
 use tonic::Code;
 
 use crate::harness::{
-    Client, PATIENCE, TestCluster, TestRedis, TestServer, Verdict, ask, dimension, hard, pb,
+    Client, PATIENCE, T0, TestCluster, TestRedis, TestServer, Verdict, ask, dimension, hard, pb,
     pb::settings::StoreDriver, pool, redis_is_missing, refusal, run, tokens, told,
 };
 
@@ -271,7 +271,7 @@ async fn the_first_start_on_redis_publishes_what_is_there_and_driver_and_url_sta
     one.update_settings(redis, &[]).await;
     one.until_counters_are_in_reach().await;
 
-    let two = TestServer::start_on(&url, Arc::new(SystemClock)).await;
+    let two = TestServer::start_on(&url, Arc::new(ManualClock::new(T0))).await;
     let dirs = [one.data_dir(), two.data_dir()].map(Path::to_owned);
     let dirs = dirs.each_ref().map(|of| of.as_path());
     until_alike(&dirs).await;

@@ -20,7 +20,7 @@ pub(crate) struct TestReplica {
 
 impl TestReplica {
     /// A replica with no pools that counts in the Redis at `url`, with `vars` in its environment besides.
-    async fn start(url: &str, vars: &[(&'static str, &str)]) -> Self {
+    pub(crate) async fn start(url: &str, vars: &[(&'static str, &str)]) -> Self {
         let (address, http_address) = (ports::free().await, ports::free().await);
         let mut vars: Vec<_> = vars.iter().map(|(name, value)| (*name, (*value).to_owned())).collect();
         vars.extend([
