@@ -39,8 +39,6 @@ pub(super) fn not_reached() -> StoreError {
 #[derive(Debug)]
 pub(super) struct Health {
     clock: Arc<dyn Clock>,
-    /// The longest that an enforcement waits: who has waited for less has not waited too long.
-    budget: Duration,
     started: Instant,
     /// Redis' clock less the time since the start, in ms: the most of two spans of time, and when the newer began. An
     /// answer has been under way for a while, so an estimate is never ahead of Redis' clock, and the largest is the best.
@@ -79,12 +77,11 @@ struct Outage {
 
 impl Health {
     /// Nothing has been reached yet.
-    pub(super) fn new(clock: Arc<dyn Clock>, budget: Duration) -> Self {
+    pub(super) fn new(clock: Arc<dyn Clock>) -> Self {
         let why = Some(not_reached());
         let since = Instant::now();
         Self {
             clock,
-            budget,
             started: Instant::now(),
             estimates: Mutex::new(None),
             outage: Mutex::new(Outage {
@@ -181,7 +178,7 @@ impl Health {
 
     /// There was no answer within `waited`.
     pub(super) fn timed_out(&self, reach: &Reach, waited: Duration) {
-        if waited >= self.budget && reach.timed_out(waited) {
+        if reach.timed_out(waited) {
             self.degrade(reach, broken("it does not answer in time"), false);
         }
     }
