@@ -19,7 +19,8 @@ const ATTEMPTS_MAX: usize = 3;
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 const WINDOW: &str = "tokens/366d";
 
-/// A router: round robin over all replicas, and three attempts where one is not there.
+/// A router: round robin over all replicas, and three attempts where one is not there, each at another one: a client of
+/// gRPC does not choose again what has just refused its connection.
 struct Router<'a> {
     replicas: &'a [Client],
     next: &'a AtomicUsize,
@@ -27,10 +28,10 @@ struct Router<'a> {
 
 impl Router<'_> {
     async fn call<T>(&self, call: impl AsyncFn(&Client) -> Result<Response<T>, Status>) -> Result<T, Status> {
+        let turn = self.next.fetch_add(1, Ordering::Relaxed);
         let mut attempt = 1;
         loop {
-            let turn = self.next.fetch_add(1, Ordering::Relaxed);
-            match call(&self.replicas[turn % self.replicas.len()]).await {
+            match call(&self.replicas[(turn + attempt) % self.replicas.len()]).await {
                 Ok(answer) => return Ok(answer.into_inner()),
                 Err(status) if is_retried(&status) && attempt < ATTEMPTS_MAX => {
                     attempt += 1;
