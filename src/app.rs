@@ -19,7 +19,7 @@ use crate::{
     clock::Clock,
     config::{Config, InvalidConfig},
     core::{directory::Directory, import::Import, settings::Settings},
-    service::{AdminError, Counters, Imported, Service, Start},
+    service::{AdminError, Author, Counters, Imported, Service, Start},
     store::{
         DirectoryStore, Journal, OpenLedger, Place, StoreError,
         sqlite::{OpenError, SqliteDirectory, SqliteJournal, SqliteStore},
@@ -48,6 +48,7 @@ pub struct Running {
     health: Health,
     server: JoinHandle<Result<(), grpc::ServeError>>,
     pages: Option<JoinHandle<io::Result<()>>>,
+    store_watcher: JoinHandle<()>,
     background: Vec<JoinHandle<()>>,
     shutdown_delay: Duration,
     stop: CancellationToken,
@@ -136,13 +137,14 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
     tracing::info!(driver = service.driver().name(), data = %store.path().display(), pools, http = http_address.map_or_else(|| "off".to_owned(), |address| address.to_string()), "listening on {address}");
     let follower = tokio::spawn(service.clone().follow());
     let following = following.into_iter().map(Following::start);
-    let background = [sweeper, store_watcher, follower].into_iter().chain(following).collect();
+    let background = [sweeper, follower].into_iter().chain(following).collect();
     Ok(Running {
         address,
         http_address,
         health,
         server,
         pages,
+        store_watcher,
         background,
         shutdown_delay: config.shutdown_delay(),
         stop,
@@ -235,7 +237,8 @@ async fn bind(variable: &'static str, address: SocketAddr) -> Result<(TcpListene
 /// Takes `import` over into the data directory, which no other process may use meanwhile.
 pub async fn import(config: &Config, clock: Arc<dyn Clock>, import: Import) -> Result<Imported, ImportError> {
     let Opened { store, service, .. } = open(config, clock, Counts::Unused).await?;
-    let imported = service.import(import).await;
+    let author = Author { name: "the command import".into(), role: None };
+    let imported = service.import(author, import).await;
     service.close().await;
     store.close().await;
     Ok(imported?)
@@ -307,11 +310,13 @@ impl Running {
     /// 2. take no new call, and let open ones and changes of the configuration finish, for a bounded time;
     /// 3. wait until what was asked for is on disk, and let go of the data directory.
     pub async fn stop(self) {
+        // It would say that all is well again.
+        self.store_watcher.abort();
+        self.health.set(false).await;
+        tokio::time::sleep(self.shutdown_delay).await;
         for task in &self.background {
             task.abort();
         }
-        self.health.set(false).await;
-        tokio::time::sleep(self.shutdown_delay).await;
         self.stop.cancel();
         let mut server = self.server;
         match timeout(DRAIN_TIMEOUT, &mut server).await {

@@ -1,5 +1,6 @@
 //! All pools and plans at one revision, and what becomes of them by one change.
 
+mod changes;
 mod import;
 mod shared;
 
@@ -7,7 +8,10 @@ use std::sync::Arc;
 
 use imbl::{HashMap, OrdMap};
 
-pub use self::shared::{Documents, Reconciled};
+pub use self::{
+    changes::{DocumentChange, Fields},
+    shared::{Documents, Reconciled},
+};
 
 use super::{
     catalog,
@@ -228,6 +232,20 @@ pub enum Write {
     PutSettings(Arc<SettingsEntry>),
     /// What is remembered of a deletion, its revision and instant, where nothing else changes; `None`: nothing any more.
     Deletion(DocumentName, Option<(u64, Timestamp)>),
+}
+
+impl Write {
+    /// Which document it is about.
+    pub fn name(&self) -> DocumentName {
+        match self {
+            Write::PutPool(entry) => DocumentName::Pool(entry.pool.id.clone()),
+            Write::DeletePool(id, _) => DocumentName::Pool(id.clone()),
+            Write::PutPlan(entry) => DocumentName::Plan(entry.plan.connection.clone()),
+            Write::DeletePlan(connection) => DocumentName::Plan(connection.clone()),
+            Write::PutSettings(_) => DocumentName::Settings,
+            Write::Deletion(name, _) => name.clone(),
+        }
+    }
 }
 
 /// The directory after a change, and the documents that differ.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{AdminError, Service};
+use super::{AdminError, Author, Service};
 use crate::core::{
     directory::{Change, PoolEntry, Write},
     import::Import,
@@ -26,13 +26,13 @@ pub struct Imported {
 
 impl Service {
     /// Takes `import` over, in one change, if there are no pools yet. What is stored already stays as it is.
-    pub async fn import(&self, mut import: Import) -> Result<Imported, AdminError> {
+    pub async fn import(&self, author: Author, mut import: Import) -> Result<Imported, AdminError> {
         let mut warnings = std::mem::take(&mut import.warnings);
         import.pools.iter_mut().for_each(|spec| self.choose_id(spec));
         let plans_given: Vec<String> = import.plans.iter().map(|plan| plan.connection_id.clone()).collect();
         let settings_given = import.settings != StoredSettings::default();
         let brings_pools = !import.pools.is_empty();
-        let writes = self.change_all(Change::Import(import)).await?;
+        let writes = self.change_all(author, Change::Import(import)).await?;
 
         let (mut pools, mut plans, mut settings) = (Vec::new(), Vec::new(), false);
         for write in writes {

@@ -1,5 +1,6 @@
 //! One async function for each use case, in domain values.
 
+mod audit;
 mod counts;
 mod enforce;
 mod explain;
@@ -21,6 +22,7 @@ use std::sync::{
 use arc_swap::{ArcSwap, Guard};
 use parking_lot::Mutex;
 
+pub use audit::Author;
 pub use counts::{DecisionCount, UsedFraction};
 pub use enforce::{Decided, Decision, Degraded, EnforceCall, Found, Reserve};
 pub use follow::Standing;

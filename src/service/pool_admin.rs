@@ -8,13 +8,14 @@ use std::{
 use uuid::Uuid;
 
 use super::{
-    Service,
+    Author, Service,
     follow::{FollowError, commit, head_of, write_name},
     switch::Prepared,
 };
 use crate::{
     core::{
         directory::{Change, ChangeRefused, Directory, PlanInForce, PoolEntry, Write},
+        document::DocumentName,
         ids::{ApiKeyId, ConnectionId, InvalidField, PoolId, PoolRevision},
         plan::{DimensionKey, PlanSpec},
         pool::{AllocationSpec, PoolSpec},
@@ -34,6 +35,13 @@ pub enum AdminError {
     /// The configuration does not take it.
     #[error(transparent)]
     Refused(#[from] ChangeRefused),
+    /// The driver or its URL would be another one here, and replicas that are live would count apart from this one.
+    #[error(
+        "replicas that share these counters are live ({}): give all of them another driver or URL by \
+         QUOTA_STORE_DRIVER and QUOTA_STORE_REDIS_URL, or stop the others before",
+        .0.join(", ")
+    )]
+    OthersAreLive(Vec<String>),
     /// It could not be written.
     #[error(transparent)]
     Store(#[from] StoreError),
@@ -60,9 +68,13 @@ impl Service {
     }
 
     /// A new pool; one without an id gets one.
-    pub async fn create_pool(&self, mut spec: PoolSpec) -> Result<Arc<PoolEntry>, AdminError> {
+    pub async fn create_pool(
+        &self,
+        author: Author,
+        mut spec: PoolSpec,
+    ) -> Result<Arc<PoolEntry>, AdminError> {
         self.choose_id(&mut spec);
-        self.put_pool(Change::CreatePool(spec)).await
+        self.put_pool(author, Change::CreatePool(spec)).await
     }
 
     /// A pool without an id gets one.
@@ -76,45 +88,55 @@ impl Service {
     }
 
     /// Replaces all of a pool but its id and history.
-    pub async fn update_pool(&self, spec: PoolSpec, revision: u64) -> Result<Arc<PoolEntry>, AdminError> {
-        self.put_pool(Change::UpdatePool { spec, revision }).await
+    pub async fn update_pool(
+        &self,
+        author: Author,
+        spec: PoolSpec,
+        revision: u64,
+    ) -> Result<Arc<PoolEntry>, AdminError> {
+        self.put_pool(author, Change::UpdatePool { spec, revision }).await
     }
 
     /// Adds or replaces the allocation of one key.
     pub async fn put_allocation(
         &self,
+        author: Author,
         pool: PoolId,
         allocation: AllocationSpec,
         revision: u64,
     ) -> Result<Arc<PoolEntry>, AdminError> {
-        self.put_pool(Change::PutAllocation { pool, allocation, revision }).await
+        self.put_pool(author, Change::PutAllocation { pool, allocation, revision }).await
     }
 
     /// Removes a key from a pool; false if it was not in it.
     pub async fn delete_allocation(
         &self,
+        author: Author,
         pool: PoolId,
         api_key: ApiKeyId,
         revision: u64,
     ) -> Result<(Arc<PoolEntry>, bool), AdminError> {
-        match self.change(Change::DeleteAllocation { pool: pool.clone(), api_key, revision }).await? {
+        let change = Change::DeleteAllocation { pool: pool.clone(), api_key, revision };
+        match self.change(author, change).await? {
             Some(Write::PutPool(entry)) => Ok((entry, true)),
             _ => Ok((self.pool(&pool)?.entry, false)),
         }
     }
 
     /// Removes a pool, its allocations and its counters; false if there was none.
-    pub async fn delete_pool(&self, pool: PoolId, revision: u64) -> Result<bool, AdminError> {
-        Ok(self.change(Change::DeletePool { pool, revision }).await?.is_some())
+    pub async fn delete_pool(&self, author: Author, pool: PoolId, revision: u64) -> Result<bool, AdminError> {
+        Ok(self.change(author, Change::DeletePool { pool, revision }).await?.is_some())
     }
 
     /// Stores a plan; returns it and things that are probably not meant.
     pub async fn put_plan(
         &self,
+        author: Author,
         spec: PlanSpec,
         revision: u64,
     ) -> Result<(PlanInForce, Vec<String>), AdminError> {
-        let Some(Write::PutPlan(entry)) = self.change(Change::PutPlan { spec, revision }).await? else {
+        let Some(Write::PutPlan(entry)) = self.change(author, Change::PutPlan { spec, revision }).await?
+        else {
             unreachable!("putting a plan writes it");
         };
         let connection = &entry.plan.connection;
@@ -133,12 +155,13 @@ impl Service {
     /// Forgets a stored plan; returns the plan now in force.
     pub async fn delete_plan(
         &self,
+        author: Author,
         connection: ConnectionId,
         revision: u64,
     ) -> Result<PlanInForce, AdminError> {
         let change = Change::DeletePlan { connection: connection.clone(), revision };
         let former = self.directory().plan_in_force(&connection, "").provider;
-        self.change(change).await?;
+        self.change(author, change).await?;
         // A connection in no pool goes back to the plan of the provider that its stored plan named.
         Ok(self.directory().plan_in_force(&connection, &former))
     }
@@ -146,6 +169,7 @@ impl Service {
     /// Sets consumption to zero: of one key or of all, in one dimension or in all.
     pub async fn reset_usage(
         &self,
+        author: Author,
         pool: &PoolId,
         api_key: Option<&ApiKeyId>,
         dimension: Option<DimensionKey>,
@@ -160,27 +184,32 @@ impl Service {
             let fault = InvalidField::new("window", dimension.to_string(), accepted);
             return Err(ChangeRefused::Invalid(vec![fault]).into());
         }
-        Ok(self.ledger().reset(entry.history.created_revision, api_key, dimension).await?)
+        self.ledger().reset(entry.history.created_revision, api_key, dimension).await?;
+        let of_key = api_key.map_or_else(String::new, |api_key| format!(" of {api_key}"));
+        let of_dimension = dimension.map_or_else(String::new, |dimension| format!(" in {dimension}"));
+        let what = format!("usage{of_key}{of_dimension} in {}", DocumentName::Pool(pool.clone()));
+        author.has_reset(what, self.directory().revision());
+        Ok(())
     }
 
-    async fn put_pool(&self, change: Change) -> Result<Arc<PoolEntry>, AdminError> {
-        match self.change(change).await? {
+    async fn put_pool(&self, author: Author, change: Change) -> Result<Arc<PoolEntry>, AdminError> {
+        match self.change(author, change).await? {
             Some(Write::PutPool(entry)) => Ok(entry),
             _ => unreachable!("putting a pool or an allocation writes a pool"),
         }
     }
 
     /// Applies a change of one document: durable first, then in force. `None` if there was nothing to do.
-    pub(super) async fn change(&self, change: Change) -> Result<Option<Write>, AdminError> {
-        Ok(self.change_all(change).await?.pop())
+    pub(super) async fn change(&self, author: Author, change: Change) -> Result<Option<Write>, AdminError> {
+        Ok(self.change_all(author, change).await?.pop())
     }
 
     /// Applies a change: durable first, then in force. Nothing is written if there was nothing to do.
     ///
-    /// It goes on when the caller hangs up, so that what is stored is also in force.
-    pub(super) async fn change_all(&self, change: Change) -> Result<Vec<Write>, AdminError> {
+    /// It goes on when the caller hangs up, so that what is stored is also in force, and said.
+    pub(super) async fn change_all(&self, author: Author, change: Change) -> Result<Vec<Write>, AdminError> {
         let service = self.clone();
-        let task = self.0.runtime.spawn(async move { service.change_in_turn(change).await });
+        let task = self.0.runtime.spawn(async move { service.change_in_turn(&author, change).await });
         task.await.unwrap_or_else(|ended| {
             let source = Arc::new(ended);
             let (store, doing) = ("this replica", "changing the configuration");
@@ -188,16 +217,16 @@ impl Service {
         })
     }
 
-    async fn change_in_turn(&self, change: Change) -> Result<Vec<Write>, AdminError> {
+    async fn change_in_turn(&self, author: &Author, change: Change) -> Result<Vec<Write>, AdminError> {
         let _turn = self.0.turn.lock().await;
         // Not held any longer: it may be replaced, and its last user closes it.
         let (shared, failing) = {
             let ledger = self.ledger();
             (ledger.directory(), ledger.condition().failing)
         };
-        let Some(shared) = shared else { return self.change_alone(change).await };
+        let Some(shared) = shared else { return self.change_alone(author, change).await };
         if let Some(next) = self.own_settings_after(&change)? {
-            return self.change_own_settings(&change, next).await;
+            return self.change_own_settings(author, &change, next).await;
         }
         if let Some(why) = failing {
             return Err(LedgerError::Unreachable(why).into());
@@ -207,7 +236,7 @@ impl Service {
                 Err(FollowError::Busy) => {}
                 Err(error) => return Err(error.into()),
                 Ok(()) => {
-                    if let Some(writes) = self.change_shared(&*shared, change.clone()).await? {
+                    if let Some(writes) = self.change_shared(&*shared, author, change.clone()).await? {
                         return Ok(writes);
                     }
                 }
@@ -218,13 +247,14 @@ impl Service {
     }
 
     /// A change of a configuration that nobody shares.
-    async fn change_alone(&self, change: Change) -> Result<Vec<Write>, AdminError> {
+    async fn change_alone(&self, author: &Author, change: Change) -> Result<Vec<Write>, AdminError> {
         let directory = self.0.directory.load_full();
-        let asked = asked_driver(&change);
+        let (asked, method) = (asked_driver(&change), change.method());
         let Some(applied) = directory.apply(change, self.0.clock.now())? else { return Ok(Vec::new()) };
         let next = applied.next.written(write_name());
         let prepared = self.prepared(&next, asked).await?;
-        self.store(&directory, next, &applied.writes, prepared).await?;
+        self.store(&directory, next.clone(), &applied.writes, prepared).await?;
+        author.has_changed(method, &directory, &next, &applied.writes);
         Ok(applied.writes)
     }
 
@@ -232,10 +262,11 @@ impl Service {
     async fn change_shared(
         &self,
         shared: &dyn SharedDirectory,
+        author: &Author,
         change: Change,
     ) -> Result<Option<Vec<Write>>, AdminError> {
         let directory = self.0.directory.load_full();
-        let asked = asked_driver(&change);
+        let (asked, method) = (asked_driver(&change), change.method());
         let Some(applied) = directory.apply(change, self.0.clock.now())? else { return Ok(Some(Vec::new())) };
         let next = applied.next.written(write_name());
         let (before, after) = (head_of(&directory)?, head_of(&next)?);
@@ -249,6 +280,8 @@ impl Service {
             return committed.map(|_| None).map_err(AdminError::from);
         }
         self.0.newest_revision.store(after.revision, Ordering::Relaxed);
+        // It is made, whatever becomes of it here.
+        author.has_changed(method, &directory, &next, &applied.writes);
         self.store(&directory, next, &applied.writes, prepared).await?;
         Ok(Some(applied.writes))
     }
@@ -263,6 +296,7 @@ impl Service {
 
     async fn change_own_settings(
         &self,
+        author: &Author,
         change: &Change,
         next: StoredSettings,
     ) -> Result<Vec<Write>, AdminError> {
@@ -270,7 +304,8 @@ impl Service {
         let next = directory.with_own_settings(next);
         let writes = vec![Write::PutSettings(Arc::new(next.settings_entry().clone()))];
         let prepared = self.prepared(&next, asked_driver(change)).await?;
-        self.store(&directory, next, &writes, prepared).await?;
+        self.store(&directory, next.clone(), &writes, prepared).await?;
+        author.has_changed(change.method(), &directory, &next, &writes);
         Ok(writes)
     }
 

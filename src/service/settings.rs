@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::{AdminError, Service, Standing};
+use super::{AdminError, Author, Service, Standing};
 use crate::{
     core::{
         directory::{Change, ChangeRefused, PoolEntry},
@@ -69,6 +69,7 @@ impl Service {
     /// Stores and forgets settings; they are in force at once. Also returns what is not as it was asked for.
     pub async fn update_settings(
         &self,
+        author: Author,
         update: SettingsUpdate,
     ) -> Result<(SettingsView, Vec<String>), AdminError> {
         if let Some(fault) = update.redis_url.as_ref().and_then(unreadable) {
@@ -76,7 +77,7 @@ impl Service {
             let faults = [fault].into_iter().chain(others.unwrap_or_default());
             return Err(ChangeRefused::Invalid(faults.collect()).into());
         }
-        self.change(Change::UpdateSettings(update)).await?;
+        self.change(author, Change::UpdateSettings(update)).await?;
         Ok((self.settings_view(), self.fallback().into_iter().collect()))
     }
 
@@ -170,6 +171,7 @@ impl Service {
 }
 
 impl Service {
+    /// Those that share the configuration and have said so lately, this one among them.
     async fn replicas(&self) -> Vec<ReplicaNote> {
         let own = ReplicaNote {
             replica_id: self.0.start.replica_id.clone(),
@@ -177,19 +179,23 @@ impl Service {
             config_revision: self.directory().revision(),
             age_ms: 0,
         };
+        let mut all: Vec<ReplicaNote> = self.others().await;
+        all.push(own);
+        all.sort_by(|a, b| a.replica_id.cmp(&b.replica_id));
+        all
+    }
+
+    /// As [`replicas`](Self::replicas), without this one. Who cannot be asked about others, or is none of theirs, knows of none.
+    pub(super) async fn others(&self) -> Vec<ReplicaNote> {
         let shared = {
             let ledger = self.ledger();
             ledger.directory().filter(|_| ledger.condition().failing.is_none())
         };
-        let said = match shared {
-            // Who cannot be asked about others knows of none.
-            Some(shared) => shared.replicas().await.unwrap_or_default(),
-            None => Vec::new(),
+        let Some(shared) = shared.filter(|_| !matches!(self.standing(), Standing::Foreign { .. })) else {
+            return Vec::new();
         };
-        let others = said.into_iter().filter(|note| note.replica_id != own.replica_id);
-        let mut all: Vec<ReplicaNote> = [own.clone()].into_iter().chain(others).collect();
-        all.sort_by(|a, b| a.replica_id.cmp(&b.replica_id));
-        all
+        let said = shared.replicas().await.unwrap_or_default();
+        said.into_iter().filter(|note| note.replica_id != self.0.start.replica_id).collect()
     }
 }
 

@@ -115,7 +115,17 @@ impl Service {
 
     /// Waits until everything that was asked for is done; what is asked for later fails.
     pub async fn close(&self) {
-        self.ledger().close().await;
+        let ledger = self.ledger();
+        self.leave(&**ledger).await;
+        ledger.close().await;
+    }
+
+    /// Those who share counters with this replica need not wait until they miss it.
+    async fn leave(&self, ledger: &dyn Ledger) {
+        if let Some(shared) = ledger.directory().filter(|_| ledger.condition().failing.is_none()) {
+            // Else they will miss it.
+            let _ = shared.leave(&self.0.start.replica_id).await;
+        }
     }
 
     /// What `next` chooses, opened if it is another ledger than the one in use. `asked` is the driver that this change
@@ -134,6 +144,12 @@ impl Service {
         }
         if place == self.ledger_now().place {
             return Ok(Prepared { fallback, opened: None });
+        }
+        let others = self.others().await;
+        if !others.is_empty() {
+            return Err(AdminError::OthersAreLive(
+                others.into_iter().map(|other| other.replica_id).collect(),
+            ));
         }
         let ledger = self.0.drivers.open(&place, next).await?;
         Ok(Prepared { fallback, opened: Some(InUse::new(place, ledger)) })
@@ -164,6 +180,7 @@ impl Service {
                 "calls are still under way on the former driver, which is closed"
             );
         }
+        self.leave(&*ledger).await;
         ledger.close().await;
     }
 }

@@ -50,6 +50,9 @@ pub trait SharedDirectory: std::fmt::Debug + Send + Sync + 'static {
     /// Tells the other replicas about this one.
     async fn say(&self, note: &ReplicaNote) -> Result<(), StoreError>;
 
+    /// Tells the other replicas that this one is gone.
+    async fn leave(&self, replica_id: &str) -> Result<(), StoreError>;
+
     /// What replicas have said within the last ten seconds.
     async fn replicas(&self) -> Result<Vec<ReplicaNote>, StoreError>;
 

@@ -231,15 +231,17 @@ fn with_token(metadata: &mut MetadataMap, token: &Token) {
     metadata.insert("authorization", format!("Bearer {}", token.text).parse().expect("a header's value"));
 }
 
-/// Of each audit line of a log: who, method, what, from which revision, to which.
-fn audited(log: &str) -> Vec<[String; 5]> {
+/// Of each audit line of a log: who, method, what, from which revision, to which, and what has changed.
+fn audited(log: &str) -> Vec<[String; 7]> {
     let lines = log.lines().filter(|line| line.contains("quota_share::audit"));
     let told = |line: &str| {
         let line: serde_json::Value = serde_json::from_str(line).expect("a line of JSON");
-        ["who", "method", "what", "from_revision", "revision"].map(|name| match line.get(name) {
-            None => String::new(),
-            Some(serde_json::Value::String(text)) => text.clone(),
-            Some(other) => other.to_string(),
+        ["who", "method", "what", "from_revision", "revision", "from", "to"].map(|name| {
+            match line.get(name) {
+                None => String::new(),
+                Some(serde_json::Value::String(text)) => text.clone(),
+                Some(other) => other.to_string(),
+            }
         })
     };
     lines.map(told).collect()
@@ -268,24 +270,36 @@ async fn every_change_is_said_even_where_nobody_is_asked_who_they_are() {
     process.delete_pool("p").await;
     process.end_with(nix::sys::signal::Signal::SIGTERM).await;
 
-    assert_eq!(imported.len(), 1);
     let log = process.log();
     let lines = audited(&log);
+    let imported = format!("pool:{}", imported[0].pool_id);
     let want = [
-        ("ImportPools", "imported pools: 1", "1"),
-        ("CreatePool", "pool p", "2"),
-        ("UpdatePool", "pool p", "3"),
-        ("PutAllocation", "allocation B of pool p", "4"),
-        ("DeleteAllocation", "allocation B of pool p", "5"),
-        ("PutPlan", "plan of c1", "6"),
-        ("DeletePlan", "plan of c1", "7"),
-        ("ResetUsage", "usage in pool p", "7"),
-        ("UpdateSettings", "settings +saturation_threshold", "8"),
-        ("UpdateSettings", "settings -saturation_threshold", "9"),
-        ("DeletePool", "pool p", "10"),
+        ("ImportPools", imported.as_str(), "", "1"),
+        ("CreatePool", "pool:p", "", "2"),
+        ("UpdatePool", "pool:p", "2", "3"),
+        ("PutAllocation", "pool:p", "3", "4"),
+        ("DeleteAllocation", "pool:p", "4", "5"),
+        ("PutPlan", "plan:c1", "", "6"),
+        ("DeletePlan", "plan:c1", "6", "7"),
+        ("ResetUsage", "usage in pool:p", "", "7"),
+        ("UpdateSettings", "settings", "", "8"),
+        ("UpdateSettings", "settings", "8", "9"),
+        ("DeletePool", "pool:p", "5", "10"),
     ];
-    let want = want.map(|(method, what, to)| ["nobody was asked", method, what, "", to].map(str::to_owned));
-    assert_eq!(lines, want, "{log}");
+    let want =
+        want.map(|(method, what, from, to)| ["nobody was asked", method, what, from, to].map(str::to_owned));
+    let heads: Vec<&[String]> = lines.iter().map(|line| &line[..5]).collect();
+    assert_eq!(heads, want, "{log}");
+    let changed = |line: usize| [&lines[line][5], &lines[line][6]];
+    assert_eq!(changed(2), [r#"{"allocations.A.weight":50.0}"#, r#"{"allocations.A.weight":60.0}"#]);
+    assert_eq!(
+        changed(5),
+        [
+            "{}",
+            r#"{"connection_id":"c1","dimensions.tokens/hourly.limit":100.0,"dimensions.tokens/hourly.unit":"tokens","dimensions.tokens/hourly.window":"hourly"}"#
+        ]
+    );
+    assert_eq!(changed(9), [r#"{"saturation_threshold":0.6}"#, "{}"]);
     for path in contract().iter().filter(|path| expected(path) == ["admin"]) {
         assert!(
             lines.iter().any(|[_, method, ..]| path.ends_with(&format!("/{method}"))),
@@ -330,10 +344,13 @@ async fn each_change_is_said_with_who_made_it() {
 
     let log = process.log();
     let want = [
-        ["alice", "CreatePool", "pool team", "", "1"],
-        ["alice", "UpdateSettings", "settings +redis_url", "", "2"],
-        ["alice", "DeletePool", "pool team", "1", "3"],
+        ["alice", "CreatePool", "pool:team", "", "1"],
+        ["alice", "UpdateSettings", "settings", "", "2"],
+        ["alice", "DeletePool", "pool:team", "1", "3"],
     ];
-    assert_eq!(audited(&log), want, "{log}");
+    let lines = audited(&log);
+    let heads: Vec<&[String]> = lines.iter().map(|line| &line[..5]).collect();
+    assert_eq!(heads, want, "{log}");
+    assert_eq!(lines[1][5..], ["{}", r#"{"redis_url":"***"}"#]);
     assert!(!log.contains("hidden") && !log.contains(&admin.text), "{log}");
 }

@@ -271,7 +271,7 @@ async fn the_first_start_on_redis_publishes_what_is_there_and_driver_and_url_sta
     one.update_settings(redis, &[]).await;
     one.until_counters_are_in_reach().await;
 
-    let two = TestServer::start_on(&url, Arc::new(ManualClock::new(T0))).await;
+    let mut two = TestServer::start_on(&url, Arc::new(ManualClock::new(T0))).await;
     let dirs = [one.data_dir(), two.data_dir()].map(Path::to_owned);
     let dirs = dirs.each_ref().map(|of| of.as_path());
     until_alike(&dirs).await;
@@ -293,13 +293,58 @@ async fn the_first_start_on_redis_publishes_what_is_there_and_driver_and_url_sta
     one.restart().await;
     one.until_counters_are_in_reach().await;
     let sqlite = pb::Settings { store_driver: StoreDriver::Sqlite.into(), ..Default::default() };
+    // A replica that has stopped is not missed first.
+    two.stop().await;
     one.update_settings(sqlite, &[]).await;
     one.create(pool("alone", ["c3"], [hard("A", 100.0)])).await;
     let redis = pb::Settings { store_driver: StoreDriver::Redis.into(), ..Default::default() };
     one.update_settings(redis, &[]).await;
+    two.restart().await;
     let documents = until_alike(&dirs).await;
     assert!(documents[&name("pool:alone")].content.is_some());
     assert!(documents[&name("pool:gone")].content.is_none());
+}
+
+/// A replica alone with another driver would count apart from the others.
+#[tokio::test]
+async fn the_driver_and_its_url_are_not_changed_while_other_replicas_are_live() {
+    if redis_is_missing() {
+        return;
+    }
+    let [url, elsewhere] = [TestRedis::database_of_ones_own().await, TestRedis::database_of_ones_own().await];
+    let one = TestServer::start_on(&url, Arc::new(ManualClock::new(T0))).await;
+    let mut two = one.another_replica().await;
+    one.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
+    two.until_it_follows(&one).await;
+    let before = (
+        told(one.settings().get_settings(pb::GetSettingsRequest {}).await),
+        one.status().await.config_revision,
+    );
+    let away = |update: pb::Settings, clear: &[&str]| {
+        let clear = clear.iter().map(|name| (*name).to_owned()).collect();
+        pb::UpdateSettingsRequest { settings: Some(update), clear }
+    };
+    let sqlite = pb::Settings { store_driver: StoreDriver::Sqlite.into(), ..Default::default() };
+    let other_url = pb::Settings { redis_url: elsewhere, ..Default::default() };
+    let both = pb::Settings { saturation_threshold: Some(0.25), ..sqlite.clone() };
+    for update in [&sqlite, &other_url, &both] {
+        let refused = refusal(one.settings().update_settings(away(update.clone(), &[])).await);
+        assert_eq!(refused.code, Code::FailedPrecondition, "{refused:?}");
+        assert!(refused.message.contains("QUOTA_STORE_REDIS_URL"), "{refused:?}");
+        assert!(refused.message.contains(&two.status().await.replica_id), "{refused:?}");
+    }
+    let after = (
+        told(one.settings().get_settings(pb::GetSettingsRequest {}).await),
+        one.status().await.config_revision,
+    );
+    assert_eq!(after, before);
+    // What is in force already is no change, and what all share may be changed.
+    let same = pb::Settings { store_driver: StoreDriver::Redis.into(), ..Default::default() };
+    one.update_settings(same, &[]).await;
+    one.update_settings(pb::Settings { saturation_threshold: Some(0.25), ..Default::default() }, &[]).await;
+    two.stop().await;
+    one.update_settings(sqlite, &["saturation_threshold"]).await;
+    assert_eq!(one.status().await.replicas.len(), 1);
 }
 
 #[tokio::test]

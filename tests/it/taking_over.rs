@@ -27,7 +27,7 @@ use quota_share::{
         settings::{Secret, Settings, SettingsUpdate, StoreDriver},
         units::{Cost, Timestamp},
     },
-    service::{AdminError, Counters, Decision, EnforceCall, Found, Service, Start},
+    service::{AdminError, Author, Counters, Decision, EnforceCall, Found, Service, Start},
     store::{
         Condition, Configured, DirectoryStore, Kept, Ledger, LedgerError, OpenLedger, Place,
         ReservationPlace, StoreError,
@@ -228,6 +228,10 @@ async fn ask(service: Service) -> Decision {
     service.enforce(call).await.expect("an answer, though without counters")
 }
 
+fn author() -> Author {
+    Author { name: "alice".into(), role: None }
+}
+
 fn to_redis() -> SettingsUpdate {
     let redis_url = Some(Secret::from(UNREACHABLE.to_owned()));
     SettingsUpdate { store_driver: Some(StoreDriver::Redis), redis_url, ..Default::default() }
@@ -246,7 +250,7 @@ async fn calls_finish_on_the_ledger_that_they_began_on_and_then_it_is_closed() {
     }
     let switch = tokio::spawn({
         let service = service.clone();
-        async move { service.update_settings(to_redis()).await }
+        async move { service.update_settings(author(), to_redis()).await }
     });
     while service.driver() == StoreDriver::Sqlite {
         tokio::task::yield_now().await;
@@ -279,7 +283,7 @@ async fn what_cannot_be_opened_or_stored_takes_nothing_over() {
         let stores = Arc::new(Stores { redis: redis.clone(), opens, commits });
         let service = service_on(&sqlite, &stores);
         let before = service.directory().revision();
-        let refused = service.update_settings(to_redis()).await;
+        let refused = service.update_settings(author(), to_redis()).await;
         assert!(matches!(refused, Err(AdminError::Store(_))), "{refused:?}");
         assert_eq!((service.directory().revision(), service.driver()), (before, StoreDriver::Sqlite));
         ask(service.clone()).await;
@@ -297,7 +301,7 @@ async fn a_change_of_driver_outlives_its_caller() {
     while sqlite.seen().0 == 0 {
         tokio::task::yield_now().await;
     }
-    let hung_up = timeout(SOON, service.update_settings(to_redis())).await;
+    let hung_up = timeout(SOON, service.update_settings(author(), to_redis())).await;
     assert!(hung_up.is_err(), "a call is under way");
     sqlite.may_answer.add_permits(1);
     call.await.expect("answered by an open ledger");

@@ -56,22 +56,18 @@ impl Directory {
 
     /// What `writes`, which led here, mean to other replicas.
     pub fn documents_of(&self, writes: &[Write]) -> Documents {
-        let deletion = |name: DocumentName| {
-            let (revision, written_at) = *self.deleted.get(&name)?;
-            Some((name, Document { revision, written_at, content: None }))
-        };
-        let documents = writes.iter().filter_map(|write| match write {
-            Write::PutPool(entry) => {
-                let name = DocumentName::Pool(entry.pool.id.clone());
-                Some((name, pool_document(&entry.pool, entry.history)))
-            }
-            Write::PutPlan(entry) => {
-                Some((DocumentName::Plan(entry.plan.connection.clone()), plan_document(entry)))
-            }
-            Write::DeletePool(id, _) => deletion(DocumentName::Pool(id.clone())),
-            Write::DeletePlan(connection) => deletion(DocumentName::Plan(connection.clone())),
-            Write::PutSettings(entry) => Some((DocumentName::Settings, settings_document(entry))),
-            Write::Deletion(name, _) => deletion(name.clone()),
+        let documents = writes.iter().filter_map(|write| {
+            let name = write.name();
+            let document = match write {
+                Write::PutPool(entry) => pool_document(&entry.pool, entry.history),
+                Write::PutPlan(entry) => plan_document(entry),
+                Write::PutSettings(entry) => settings_document(entry),
+                Write::DeletePool(..) | Write::DeletePlan(_) | Write::Deletion(..) => {
+                    let (revision, written_at) = *self.deleted.get(&name)?;
+                    Document { revision, written_at, content: None }
+                }
+            };
+            Some((name, document))
         });
         documents.collect()
     }

@@ -238,6 +238,11 @@ impl SharedDirectory for RedisDirectory {
         self.call("EVAL", head.into_iter().chain([text.into()]).collect()).await.map(drop)
     }
 
+    async fn leave(&self, replica_id: &str) -> Result<(), StoreError> {
+        let args = [REPLICAS, replica_id].map(|arg| Bytes::copy_from_slice(arg.as_bytes())).to_vec();
+        self.call_within(LOOK_TIMEOUT, "HDEL", args).await.map(drop)
+    }
+
     async fn replicas(&self) -> Result<Vec<ReplicaNote>, StoreError> {
         let args = [REPLICAS_NOW, "1", REPLICAS, &ALIVE_MS.to_string()];
         let args = args.map(|arg| Bytes::copy_from_slice(arg.as_bytes())).to_vec();

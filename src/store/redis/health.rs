@@ -28,6 +28,9 @@ use crate::{
 /// How long the best estimate of Redis' clock is kept beside newer ones.
 const ESTIMATE_LIFE: Duration = Duration::from_secs(5);
 
+/// A Redis that is silent for as long hangs, however long a call may wait for it.
+const SILENCE_MAX: Duration = Duration::from_secs(3);
+
 /// How long it is not said again that something is lost.
 const SAID_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
@@ -39,6 +42,8 @@ pub(super) fn not_reached() -> StoreError {
 #[derive(Debug)]
 pub(super) struct Health {
     clock: Arc<dyn Clock>,
+    /// How long a Redis is silent before it is taken for one that hangs, at the least: as long as a call may wait.
+    patience: Duration,
     started: Instant,
     /// Redis' clock less the time since the start, in ms: the most of two spans of time, and when the newer began. An
     /// answer has been under way for a while, so an estimate is never ahead of Redis' clock, and the largest is the best.
@@ -76,12 +81,13 @@ struct Outage {
 }
 
 impl Health {
-    /// Nothing has been reached yet.
-    pub(super) fn new(clock: Arc<dyn Clock>) -> Self {
+    /// Nothing has been reached yet. An enforcement waits for no longer than `budget`.
+    pub(super) fn new(clock: Arc<dyn Clock>, budget: Duration) -> Self {
         let why = Some(not_reached());
         let since = Instant::now();
         Self {
             clock,
+            patience: budget.min(SILENCE_MAX),
             started: Instant::now(),
             estimates: Mutex::new(None),
             outage: Mutex::new(Outage {
@@ -178,7 +184,7 @@ impl Health {
 
     /// There was no answer within `waited`.
     pub(super) fn timed_out(&self, reach: &Reach, waited: Duration) {
-        if reach.timed_out(waited) {
+        if reach.timed_out(waited, self.patience) {
             self.degrade(reach, broken("it does not answer in time"), false);
         }
     }

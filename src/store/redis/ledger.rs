@@ -97,7 +97,7 @@ impl RedisLedger {
             |error| StoreError::Unavailable { store: STORE, doing: "connecting", source: Arc::new(error) };
         let client = Client::start(&options.url).map_err(unusable)?;
         let clock = Arc::clone(&options.clock);
-        let health = Arc::new(Health::new(Arc::clone(&clock)));
+        let health = Arc::new(Health::new(Arc::clone(&clock), options.timeout));
         let pools = Arc::new(Pools::new(client.is_clustered()));
         let journal = Arc::clone(&options.journal);
         let name = name_of(&options.replica_id);

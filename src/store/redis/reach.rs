@@ -22,6 +22,8 @@ struct Silence {
     /// In a row; those of calls that waited at the same time are one.
     timeouts: u32,
     counted_at: Option<Instant>,
+    /// When the first of them began to wait.
+    began_at: Option<Instant>,
     answered_at: Option<Instant>,
 }
 
@@ -45,8 +47,8 @@ impl Reach {
         *self.silence.lock() = Silence { answered_at, ..Silence::default() };
     }
 
-    /// There was no answer within `waited`; true if that has happened too often.
-    pub(super) fn timed_out(&self, waited: Duration) -> bool {
+    /// There was no answer within `waited`; true if that has happened too often, over no less time than `least`.
+    pub(super) fn timed_out(&self, waited: Duration, least: Duration) -> bool {
         let now = Instant::now();
         let mut silence = self.silence.lock();
         let within = |at: Option<Instant>| at.is_some_and(|at| now.duration_since(at) < waited);
@@ -55,7 +57,8 @@ impl Reach {
         }
         silence.timeouts += 1;
         silence.counted_at = Some(now);
-        silence.timeouts >= TIMEOUTS_MAX
+        let began_at = *silence.began_at.get_or_insert(now.checked_sub(waited).unwrap_or(now));
+        silence.timeouts >= TIMEOUTS_MAX && now.duration_since(began_at) >= least
     }
 }
 
@@ -64,17 +67,18 @@ mod tests {
     use super::*;
 
     const LONG: Duration = Duration::from_secs(60);
+    const NONE: Duration = Duration::ZERO;
 
     #[test]
     fn time_outs_of_one_moment_count_once_and_an_answer_ends_the_silence() {
         let reach = Reach::new(false);
-        let many: Vec<bool> = (0..100).map(|_| reach.timed_out(LONG)).collect();
+        let many: Vec<bool> = (0..100).map(|_| reach.timed_out(LONG, NONE)).collect();
         assert_eq!(many, [false; 100], "they all waited at the same time");
-        let short = Duration::ZERO;
-        assert!(!reach.timed_out(short), "the second");
-        assert!(reach.timed_out(short), "the third");
+        assert!(!reach.timed_out(NONE, NONE), "the second");
+        assert!(!reach.timed_out(NONE, LONG * 2), "the third, and the silence has not lasted long enough");
+        assert!(reach.timed_out(NONE, NONE), "the fourth");
         reach.answered();
-        assert!(!reach.timed_out(LONG), "it has answered since this one began to wait");
-        assert_eq!([short; 3].map(|waited| reach.timed_out(waited)), [false, false, true]);
+        assert!(!reach.timed_out(LONG, NONE), "it has answered since this one began to wait");
+        assert_eq!([NONE; 3].map(|waited| reach.timed_out(waited, NONE)), [false, false, true]);
     }
 }

@@ -77,11 +77,12 @@ impl DirectoryStore for SqliteDirectory {
         }
         for write in writes {
             statement(write).execute(&mut *transaction).await.map_err(&failed)?;
-            if let Some(name) = name_of(write) {
-                forget_deletion(&name).execute(&mut *transaction).await.map_err(&failed)?;
+            if matches!(write, Write::PutPool(_) | Write::PutPlan(_)) {
+                forget_deletion(&write.name()).execute(&mut *transaction).await.map_err(&failed)?;
             }
         }
-        for name in writes.iter().filter_map(deleted_by) {
+        let deletes = |write: &&Write| matches!(write, Write::DeletePool(..) | Write::DeletePlan(_));
+        for name in writes.iter().filter(deletes).map(Write::name) {
             if let Some((revision, at)) = next.deletion(&name) {
                 remember_deletion(&name, revision, at).execute(&mut *transaction).await.map_err(&failed)?;
             }
@@ -170,23 +171,6 @@ fn statement(write: &Write) -> Query<'_, Sqlite, SqliteArguments> {
         }
         Write::Deletion(name, Some((revision, at))) => remember_deletion(name, *revision, *at),
         Write::Deletion(name, None) => forget_deletion(name),
-    }
-}
-
-/// What `write` puts there.
-fn name_of(write: &Write) -> Option<DocumentName> {
-    match write {
-        Write::PutPool(entry) => Some(DocumentName::Pool(entry.pool.id.clone())),
-        Write::PutPlan(entry) => Some(DocumentName::Plan(entry.plan.connection.clone())),
-        Write::DeletePool(..) | Write::DeletePlan(_) | Write::PutSettings(_) | Write::Deletion(..) => None,
-    }
-}
-
-fn deleted_by(write: &Write) -> Option<DocumentName> {
-    match write {
-        Write::DeletePool(id, _) => Some(DocumentName::Pool(id.clone())),
-        Write::DeletePlan(connection) => Some(DocumentName::Plan(connection.clone())),
-        Write::PutPool(_) | Write::PutPlan(_) | Write::PutSettings(_) | Write::Deletion(..) => None,
     }
 }
 

@@ -1,7 +1,7 @@
 //! The gRPC services of the contract, health and reflection.
 
 mod answers;
-mod audit;
+mod author;
 mod connections;
 mod convert;
 mod convert_signals;

@@ -4,7 +4,7 @@ use tonic::{Request, Response, Status};
 
 use super::{
     answers::plan,
-    audit::Audit,
+    author::author,
     convert::{plan_spec, revision},
     page::Page,
     pb::{self, plan_admin_server::PlanAdmin},
@@ -64,11 +64,9 @@ impl PlanAdmin for Api {
         &self,
         request: Request<pb::PutPlanRequest>,
     ) -> Result<Response<pb::PutPlanResponse>, Status> {
-        let audit = Audit::of(&request, "PutPlan");
+        let author = author(&request);
         let (spec, revision) = plan_spec(request.into_inner().plan).map_err(invalid)?;
-        let (stored, warnings) = self.0.put_plan(spec, revision).await.map_err(of_admin)?;
-        let connection = stored.connection.as_ref().map_or("", ConnectionId::as_str);
-        audit.changed(format_args!("plan of {connection}"), revision, stored.revision);
+        let (stored, warnings) = self.0.put_plan(author, spec, revision).await.map_err(of_admin)?;
         Ok(Response::new(pb::PutPlanResponse { plan: Some(plan(&stored)), warnings }))
     }
 
@@ -76,7 +74,7 @@ impl PlanAdmin for Api {
         &self,
         request: Request<pb::DeletePlanRequest>,
     ) -> Result<Response<pb::DeletePlanResponse>, Status> {
-        let audit = Audit::of(&request, "DeletePlan");
+        let author = author(&request);
         let request = request.into_inner();
         let mut faults = Faults::default();
         let connection = faults.take(ConnectionId::parse("connection_id", &request.connection_id));
@@ -84,9 +82,7 @@ impl PlanAdmin for Api {
         let (Some(connection), Some(revision)) = (connection, revision) else {
             return Err(invalid(faults.into_vec()));
         };
-        let what = format!("plan of {connection}");
-        let in_force = self.0.delete_plan(connection, revision).await.map_err(of_admin)?;
-        audit.changed(what, revision, self.0.directory().revision());
+        let in_force = self.0.delete_plan(author, connection, revision).await.map_err(of_admin)?;
         Ok(Response::new(pb::DeletePlanResponse { plan: Some(plan(&in_force)) }))
     }
 

@@ -10,7 +10,7 @@ use tonic::{Request, Response, Status, codegen::BoxStream};
 
 use super::{
     answers::{self, decision, plan, pool, timestamp},
-    audit::Audit,
+    author::author,
     convert::{self, allocation_spec, pool_spec, revision},
     page::{PAGE_BYTES_MAX, Page, invalid_token},
     pb::{self, pool_admin_server::PoolAdmin},
@@ -43,12 +43,11 @@ impl PoolAdmin for Api {
         &self,
         request: Request<pb::CreatePoolRequest>,
     ) -> Result<Response<pb::CreatePoolResponse>, Status> {
-        let audit = Audit::of(&request, "CreatePool");
+        let author = author(&request);
         // Output-only fields and the revision of a pool that is given back are ignored.
         let (spec, _) = pool_spec(request.into_inner().pool.map(|pool| pb::Pool { revision: 0, ..pool }))
             .map_err(invalid)?;
-        let entry = self.service.create_pool(spec).await.map_err(of_admin)?;
-        audit.changed(named(&entry), 0, entry.history.revision);
+        let entry = self.service.create_pool(author, spec).await.map_err(of_admin)?;
         let (pool, warnings) = (Some(pool(&entry)), entry.warnings());
         Ok(Response::new(pb::CreatePoolResponse { pool, warnings }))
     }
@@ -106,10 +105,9 @@ impl PoolAdmin for Api {
         &self,
         request: Request<pb::UpdatePoolRequest>,
     ) -> Result<Response<pb::UpdatePoolResponse>, Status> {
-        let audit = Audit::of(&request, "UpdatePool");
+        let author = author(&request);
         let (spec, revision) = pool_spec(request.into_inner().pool).map_err(invalid)?;
-        let entry = self.service.update_pool(spec, revision).await.map_err(of_admin)?;
-        audit.changed(named(&entry), revision, entry.history.revision);
+        let entry = self.service.update_pool(author, spec, revision).await.map_err(of_admin)?;
         let (pool, warnings) = (Some(pool(&entry)), entry.warnings());
         Ok(Response::new(pb::UpdatePoolResponse { pool, warnings }))
     }
@@ -118,14 +116,10 @@ impl PoolAdmin for Api {
         &self,
         request: Request<pb::DeletePoolRequest>,
     ) -> Result<Response<pb::DeletePoolResponse>, Status> {
-        let audit = Audit::of(&request, "DeletePool");
+        let author = author(&request);
         let pb::DeletePoolRequest { pool_id: id, revision: given } = request.into_inner();
         let (id, revision) = named_pool(&id, given)?;
-        let what = format!("pool {id}");
-        let deleted = self.service.delete_pool(id, revision).await.map_err(of_admin)?;
-        if deleted {
-            audit.changed(what, revision, self.service.directory().revision());
-        }
+        let deleted = self.service.delete_pool(author, id, revision).await.map_err(of_admin)?;
         Ok(Response::new(pb::DeletePoolResponse { deleted }))
     }
 
@@ -133,13 +127,11 @@ impl PoolAdmin for Api {
         &self,
         request: Request<pb::PutAllocationRequest>,
     ) -> Result<Response<pb::PutAllocationResponse>, Status> {
-        let audit = Audit::of(&request, "PutAllocation");
+        let author = author(&request);
         let pb::PutAllocationRequest { pool_id: id, allocation, revision: given } = request.into_inner();
         let (id, revision) = named_pool(&id, given)?;
         let allocation = allocation_spec(allocation).map_err(invalid)?;
-        let what = format!("allocation {} of pool {id}", allocation.api_key_id);
-        let entry = self.service.put_allocation(id, allocation, revision).await.map_err(of_admin)?;
-        audit.changed(what, revision, entry.history.revision);
+        let entry = self.service.put_allocation(author, id, allocation, revision).await.map_err(of_admin)?;
         let (pool, warnings) = (Some(pool(&entry)), entry.warnings());
         Ok(Response::new(pb::PutAllocationResponse { pool, warnings }))
     }
@@ -148,16 +140,12 @@ impl PoolAdmin for Api {
         &self,
         request: Request<pb::DeleteAllocationRequest>,
     ) -> Result<Response<pb::DeleteAllocationResponse>, Status> {
-        let audit = Audit::of(&request, "DeleteAllocation");
+        let author = author(&request);
         let pb::DeleteAllocationRequest { pool_id: id, api_key_id, revision: given } = request.into_inner();
         let (id, revision) = named_pool(&id, given)?;
         let api_key = ApiKeyId::parse("api_key_id", &api_key_id).map_err(|fault| invalid(vec![fault]))?;
-        let what = format!("allocation {api_key} of pool {id}");
         let (entry, deleted) =
-            self.service.delete_allocation(id, api_key, revision).await.map_err(of_admin)?;
-        if deleted {
-            audit.changed(what, revision, entry.history.revision);
-        }
+            self.service.delete_allocation(author, id, api_key, revision).await.map_err(of_admin)?;
         Ok(Response::new(pb::DeleteAllocationResponse { pool: Some(pool(&entry)), deleted }))
     }
 
@@ -245,16 +233,14 @@ impl PoolAdmin for Api {
         &self,
         request: Request<pb::ResetUsageRequest>,
     ) -> Result<Response<pb::ResetUsageResponse>, Status> {
-        let audit = Audit::of(&request, "ResetUsage");
+        let author = author(&request);
         let pb::ResetUsageRequest { pool_id, api_key_id, unit, window } = request.into_inner();
         let mut faults = Faults::default();
         let pool = faults.take(PoolId::parse("pool_id", &pool_id));
         let api_key = convert::optional_key(&api_key_id, &mut faults);
         let dimension = convert::optional_dimension(unit, &window, &mut faults);
         let Some(pool) = pool.filter(|_| faults.is_empty()) else { return Err(invalid(faults.into_vec())) };
-        self.service.reset_usage(&pool, api_key.as_ref(), dimension).await.map_err(of_admin)?;
-        let of_key = api_key.map_or_else(String::new, |api_key| format!(" of {api_key}"));
-        audit.changed(format!("usage{of_key} in pool {pool}"), 0, self.service.directory().revision());
+        self.service.reset_usage(author, &pool, api_key.as_ref(), dimension).await.map_err(of_admin)?;
         Ok(Response::new(pb::ResetUsageResponse {}))
     }
 
@@ -262,14 +248,10 @@ impl PoolAdmin for Api {
         &self,
         request: Request<pb::ImportPoolsRequest>,
     ) -> Result<Response<pb::ImportPoolsResponse>, Status> {
-        let audit = Audit::of(&request, "ImportPools");
+        let author = author(&request);
         let import = legacy::read("legacy_json", &request.into_inner().legacy_json).map_err(invalid)?;
         let Imported { pools: entries, mut warnings, skipped, .. } =
-            self.service.import(import).await.map_err(of_admin)?;
-        if !skipped {
-            let what = format!("imported pools: {}", entries.len());
-            audit.changed(what, 0, self.service.directory().revision());
-        }
+            self.service.import(author, import).await.map_err(of_admin)?;
         let mut bytes = 0;
         let shown = entries.iter().map(|entry| pool(entry)).take_while(|pool| {
             bytes += pool.encoded_len();
@@ -345,11 +327,6 @@ async fn watch(
             return;
         }
     }
-}
-
-/// As audit lines name it.
-fn named(entry: &PoolEntry) -> String {
-    format!("pool {}", entry.pool.id)
 }
 
 fn pool_id(given: &str) -> Result<PoolId, Status> {

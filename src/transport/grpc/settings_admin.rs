@@ -4,12 +4,12 @@ use tonic::{Request, Response, Status};
 
 use super::{
     answers,
-    audit::Audit,
+    author::author,
     convert::settings_update,
     pb::{self, settings_admin_server::SettingsAdmin},
     status::{invalid, of_admin},
 };
-use crate::{core::settings::SettingsUpdate, service::Service};
+use crate::service::Service;
 
 #[derive(Debug)]
 pub(super) struct Api(pub(super) Service);
@@ -28,11 +28,9 @@ impl SettingsAdmin for Api {
         &self,
         request: Request<pb::UpdateSettingsRequest>,
     ) -> Result<Response<pb::UpdateSettingsResponse>, Status> {
-        let audit = Audit::of(&request, "UpdateSettings");
+        let author = author(&request);
         let update = settings_update(request.into_inner()).map_err(invalid)?;
-        let what = named(&update);
-        let (view, warnings) = self.0.update_settings(update).await.map_err(of_admin)?;
-        audit.changed(what, 0, self.0.directory().revision());
+        let (view, warnings) = self.0.update_settings(author, update).await.map_err(of_admin)?;
         let (_, effective) = answers::settings(&view);
         Ok(Response::new(pb::UpdateSettingsResponse { effective: Some(effective), warnings }))
     }
@@ -43,26 +41,4 @@ impl SettingsAdmin for Api {
     ) -> Result<Response<pb::GetStatusResponse>, Status> {
         Ok(Response::new(answers::status(self.0.status().await)))
     }
-}
-
-/// The settings that are stored or forgotten, without their values: one of them is a secret.
-fn named(update: &SettingsUpdate) -> String {
-    let SettingsUpdate {
-        store_driver,
-        redis_url,
-        saturation_threshold,
-        soft_deprioritize_factor,
-        consumption_retention_days,
-        clear,
-    } = update;
-    let stored = [
-        ("store_driver", store_driver.is_some()),
-        ("redis_url", redis_url.is_some()),
-        ("saturation_threshold", saturation_threshold.is_some()),
-        ("soft_deprioritize_factor", soft_deprioritize_factor.is_some()),
-        ("consumption_retention_days", consumption_retention_days.is_some()),
-    ];
-    let stored = stored.into_iter().filter(|(_, given)| *given).map(|(name, _)| format!("+{name}"));
-    let cleared = clear.iter().map(|name| format!("-{name}"));
-    format!("settings {}", stored.chain(cleared).collect::<Vec<_>>().join(" "))
 }

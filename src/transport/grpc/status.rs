@@ -211,6 +211,11 @@ pub(super) fn of_ledger(error: LedgerError) -> Status {
 pub(super) fn of_admin(error: AdminError) -> Status {
     match error {
         AdminError::Refused(refused) => of_change(refused),
+        error @ AdminError::OthersAreLive(_) => {
+            let variables = "QUOTA_STORE_DRIVER, QUOTA_STORE_REDIS_URL".to_owned();
+            let message = error.to_string();
+            with_info(Code::FailedPrecondition, message, "REPLICAS_ARE_LIVE", &[("variables", variables)])
+        }
         AdminError::Store(error) => of_store(&error),
         AdminError::Ledger(error) => of_ledger(error),
     }
