@@ -6,7 +6,12 @@ mod drivers;
 
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
-use tokio::{net::TcpListener, sync::watch, task::JoinHandle, time::timeout};
+use tokio::{
+    net::{TcpListener, TcpSocket},
+    sync::watch,
+    task::JoinHandle,
+    time::timeout,
+};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -111,11 +116,9 @@ pub enum ImportError {
 pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, StartError> {
     install_provider();
     let (doors, following) = doors(&config)?;
-    let (listener, address) = bind("QUOTA_LISTEN", config.listen).await?;
-    let http = match config.http_listen {
-        Some(address) => Some(bind("QUOTA_HTTP_LISTEN", address).await?),
-        None => None,
-    };
+    let taken = TakenAddress::take("QUOTA_LISTEN", config.listen)?;
+    let http = config.http_listen.map(|address| TakenAddress::take("QUOTA_HTTP_LISTEN", address));
+    let http = http.transpose()?;
 
     let Opened { store, service, metrics } = open(&config, Arc::clone(&clock), Counts::Chosen).await?;
     for warning in config.warnings_with(service.directory().settings()) {
@@ -124,11 +127,12 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
     let pools = service.directory().pool_count();
     let (stop, cut_off) = (CancellationToken::new(), CancellationToken::new());
     metrics.observe(&service);
+    let (address, http_address) = (taken.address, http.as_ref().map(|taken| taken.address));
+    let (listener, http) = (taken.listen()?, http.map(TakenAddress::listen).transpose()?);
     let (health, server) =
         grpc::server(service.clone(), metrics.rpc(), doors, listener, stop.clone(), &cut_off).await?;
     let server = tokio::spawn(watch_server(server, health.clone(), stop.clone()));
-    let http_address = http.as_ref().map(|(_, address)| *address);
-    let pages = http.map(|(listener, _)| {
+    let pages = http.map(|listener| {
         let (serving, stop) = (health.serving(), stop.clone().cancelled_owned());
         tokio::spawn(http::server(service.clone(), Arc::clone(&metrics), serving, listener, stop))
     });
@@ -227,11 +231,34 @@ async fn open(config: &Config, clock: Arc<dyn Clock>, counts: Counts) -> Result<
     Ok(Opened { store, service, metrics })
 }
 
-async fn bind(variable: &'static str, address: SocketAddr) -> Result<(TcpListener, SocketAddr), StartError> {
-    let failed = |source| StartError::Listen { variable, address, source };
-    let listener = TcpListener::bind(address).await.map_err(failed)?;
-    let address = listener.local_addr().map_err(failed)?;
-    Ok((listener, address))
+/// An address that nobody else can have. Connections are refused there until it is listened on: whoever calls a replica
+/// that is starting does not wait for it, and goes to another one.
+struct TakenAddress {
+    variable: &'static str,
+    address: SocketAddr,
+    socket: TcpSocket,
+}
+
+impl TakenAddress {
+    /// How many connections wait to be accepted at most.
+    const BACKLOG: u32 = 1_024;
+
+    fn take(variable: &'static str, address: SocketAddr) -> Result<Self, StartError> {
+        let take = || {
+            let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+            // Connections of a former process may linger.
+            socket.set_reuseaddr(true)?;
+            socket.bind(address)?;
+            Ok((socket.local_addr()?, socket))
+        };
+        let (address, socket) = take().map_err(|source| StartError::Listen { variable, address, source })?;
+        Ok(Self { variable, address, socket })
+    }
+
+    fn listen(self) -> Result<TcpListener, StartError> {
+        let Self { variable, address, socket } = self;
+        socket.listen(Self::BACKLOG).map_err(|source| StartError::Listen { variable, address, source })
+    }
 }
 
 /// Takes `import` over into the data directory, which no other process may use meanwhile.

@@ -7,7 +7,9 @@ use std::{
 };
 
 use futures::future::join_all;
+use nix::sys::signal::Signal;
 use tonic::{Code, Response, Status};
+use tonic_health::pb::health_check_response::ServingStatus;
 
 use crate::harness::{
     Client, TestRedis, TestReplica, ask, dimension, hard, pb, pool, redis_is_missing, spent, tokens,
@@ -115,4 +117,23 @@ async fn a_rolling_restart_under_load_fails_no_call_and_loses_no_record() {
         let found: Vec<pb::Reservation> = client.reservations("p").await;
         assert!(found.is_empty(), "{found:?}");
     }
+}
+
+/// Load balancers may send it calls until the delay is over, and those are to be decided as on the other replicas.
+#[tokio::test]
+async fn a_replica_that_is_about_to_end_follows_changes_for_as_long_as_it_serves() {
+    if redis_is_missing() {
+        return;
+    }
+    let url = TestRedis::database_of_ones_own().await;
+    let mut ending = TestReplica::start(&url, &[("QUOTA_SHUTDOWN_DELAY_SECONDS", "300")]).await;
+    let other = TestReplica::start(&url, &[]).await;
+    let (client, admin) = (ending.client(), other.client());
+    client.until_it_follows(&admin).await;
+    ending.signal(Signal::SIGTERM);
+    client.until_health_is(ServingStatus::NotServing).await;
+    admin.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
+    client.until_it_follows(&admin).await;
+    assert_eq!(client.get_pool("p").await.pool, admin.get_pool("p").await.pool);
+    ending.kill();
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use sqlx::{ConnectOptions, Connection, SqliteConnection, sqlite::SqliteConnectOptions};
 use tonic::Code;
-use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus};
+use tonic_health::pb::health_check_response::ServingStatus;
 
 use crate::harness::{TestServer, UNREACHABLE, Verdict, ask, hard, pb, pool, refusal, requests, spent, told};
 
@@ -19,17 +19,6 @@ async fn sql(server: &TestServer, statement: &'static str) {
         options.connect().await.expect("the database opens beside the server");
     sqlx::query(statement).execute(&mut connection).await.expect("the statement is valid");
     connection.close().await.expect("nothing is left to write");
-}
-
-/// Waits until health says `want`: the server finds out by itself, within a second or so.
-async fn until_health_is(server: &TestServer, want: ServingStatus) {
-    loop {
-        let health = told(server.health().check(HealthCheckRequest::default()).await);
-        if health.status() == want {
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
 }
 
 #[tokio::test]
@@ -51,7 +40,7 @@ async fn a_record_is_never_acknowledged_by_a_disk_that_did_not_take_it() {
     assert_eq!(server.used("p", "requests/hourly").await, (10.0, 0.0));
     assert_eq!(server.enforce("A", "c1", None).await.verdict(), Verdict::Allow);
     assert_eq!(server.list_pools().await.len(), 1);
-    until_health_is(&server, ServingStatus::NotServing).await;
+    server.until_health_is(ServingStatus::NotServing).await;
     assert_eq!(server.page("/readyz").await.0, 503);
     assert_eq!(server.page("/livez").await.0, 200);
     assert!(server.page("/metrics").await.1.contains("quota_share_store_failing 1"));
@@ -59,7 +48,7 @@ async fn a_record_is_never_acknowledged_by_a_disk_that_did_not_take_it() {
     assert!(warnings.iter().any(|warning| warning.contains("the disk is sick")), "{warnings:?}");
 
     sql(&server, MEND).await;
-    until_health_is(&server, ServingStatus::Serving).await;
+    server.until_health_is(ServingStatus::Serving).await;
     assert_eq!(server.page("/readyz").await.0, 200);
     assert!(server.status().await.warnings.is_empty());
     let counted = told(server.quota().record_consumption(record()).await);
@@ -112,9 +101,9 @@ async fn a_sick_disk_refuses_another_driver_and_is_watched_when_sqlite_is_chosen
     assert_eq!(server.used("p", "requests/hourly").await, (10.0, 0.0));
     sql(&server, BREAK).await;
     refusal(server.quota().record_consumption(spent("A", "c1", requests(5))).await);
-    until_health_is(&server, ServingStatus::NotServing).await;
+    server.until_health_is(ServingStatus::NotServing).await;
     sql(&server, MEND).await;
-    until_health_is(&server, ServingStatus::Serving).await;
+    server.until_health_is(ServingStatus::Serving).await;
     server.record("A", "c1", requests(5)).await;
     assert_eq!(server.used("p", "requests/hourly").await, (15.0, 0.0));
 }

@@ -231,6 +231,7 @@ impl Client {
         commands: Vec<Command>,
         timeout: Duration,
     ) -> Result<Vec<Result<Value, Failure>>, Failure> {
+        let asked = commands.len();
         let pipeline = self.0.pipeline().with_options(&options(timeout));
         for command in commands {
             let (custom, args) = custom(command);
@@ -242,7 +243,12 @@ impl Client {
             Err(failure) if !failure.is_of_one_key() => Err(failure),
             answer => Ok(answer),
         });
-        answers.collect()
+        let answers: Vec<_> = answers.collect::<Result<_, _>>()?;
+        if answers.len() != asked {
+            let text = format!("{} answers to {asked} questions", answers.len());
+            return Err(Failure::Unknown(Arc::new(Error::new(ErrorKind::Protocol, text))));
+        }
+        Ok(answers)
     }
 
     /// The same command on every node that keeps something.

@@ -84,15 +84,18 @@ impl Reader {
             answers.inspect_err(|failure| link.health.fails(&reach, failure)).map_err(failed)
         });
         let answers = reading.await.unwrap_or_else(|_| Err(stopped())).map_err(LedgerError::Unreachable)?;
+        let answers = answers.into_iter().collect::<Result<Vec<Value>, _>>();
+        let answers = answers
+            .map_err(failed)
+            .inspect_err(|error| slot.fails(error))
+            .map_err(LedgerError::Unreachable)?;
+        // There are as many answers as questions.
         let mut answers = answers.into_iter();
-        let said = answers.next().and_then(Result::ok).and_then(instant_of);
+        let said = answers.next().and_then(instant_of);
         let at = self.link.clock.injected().or(said).unwrap_or_default();
-        let all = answers.next().unwrap_or(Ok(Value::Null));
-        let all =
-            all.map_err(failed).inspect_err(|error| slot.fails(error)).map_err(LedgerError::Unreachable)?;
-        let mut values = entries_of(all).into_iter().filter_map(bytes_of);
+        let mut values = answers.next().map(entries_of).into_iter().flatten().filter_map(bytes_of);
         let pairs: Vec<_> = std::iter::from_fn(|| Some((values.next()?, values.next()?))).collect();
-        let mark = answers.next().and_then(Result::ok).and_then(bytes_of);
+        let mark = answers.next().and_then(bytes_of);
         let is_removed = pairs.is_empty() && mark.is_some_and(|mark| mark == REMOVED);
         Ok(if is_removed { None } else { Some((at, pairs)) })
     }

@@ -178,6 +178,14 @@ impl Client {
         told(self.quota().report_signals(request).await)
     }
 
+    /// Waits until health says `want`: the server finds out by itself, within a second or so.
+    pub(crate) async fn until_health_is(&self, want: ServingStatus) {
+        let check = HealthCheckRequest::default;
+        while told(self.health().check(check()).await).status() != want {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
     /// Stores settings and forgets others.
     pub(crate) async fn update_settings(
         &self,

@@ -86,10 +86,14 @@ impl TestProcess {
     /// Sends `signal` and waits for the process to end by itself; returns its exit code and how long it took.
     pub(crate) async fn end_with(&mut self, signal: Signal) -> (Option<i32>, Duration) {
         let sent = Instant::now();
-        kill(Pid::from_raw(self.pid() as i32), signal).expect("the process is there");
+        self.signal(signal);
         let status = self.process.ended().await;
         assert_eq!(status.signal(), None, "the process handles {signal}: {}", self.log());
         (status.code(), sent.elapsed())
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.pid() as i32), signal).expect("the process is there");
     }
 
     pub(crate) fn pid(&self) -> u32 {

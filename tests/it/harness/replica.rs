@@ -66,6 +66,10 @@ impl TestReplica {
         self.process.kill();
     }
 
+    pub(crate) fn signal(&self, signal: Signal) {
+        self.process.signal(signal);
+    }
+
     /// SIGTERM, and waits until the process has ended, which it does well.
     pub(crate) async fn stop(&mut self) {
         let (code, _) = self.process.end_with(Signal::SIGTERM).await;
