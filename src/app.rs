@@ -4,11 +4,15 @@ mod adopt;
 mod doors;
 mod drivers;
 
-use std::{io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    io,
+    net::SocketAddr,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use tokio::{
     net::{TcpListener, TcpSocket},
-    sync::watch,
     task::JoinHandle,
     time::timeout,
 };
@@ -23,7 +27,11 @@ use self::{
 use crate::{
     clock::Clock,
     config::{Config, InvalidConfig},
-    core::{directory::Directory, import::Import, settings::Settings},
+    core::{
+        directory::Directory,
+        import::Import,
+        settings::{Settings, StoreDriver},
+    },
     service::{AdminError, Author, Counters, Imported, Service, Start},
     store::{
         DirectoryStore, Journal, OpenLedger, Place, StoreError,
@@ -45,6 +53,9 @@ const CUT_OFF_TIMEOUT: Duration = Duration::from_secs(1);
 const SWEEP_INTERVAL: Duration = Duration::from_secs(60);
 /// How often it is looked whether the store of counters refuses.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
+/// How often the disk is asked whether it takes writes where the driver seldom writes, and where it has not taken some.
+const DISK_LOOK_INTERVAL: Duration = Duration::from_secs(10);
+const SICK_DISK_LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A running service.
 pub struct Running {
@@ -137,7 +148,7 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
         tokio::spawn(http::server(service.clone(), Arc::clone(&metrics), serving, listener, stop))
     });
     let sweeper = tokio::spawn(sweep(Arc::clone(&store), service.clone(), Arc::clone(&metrics), clock));
-    let store_watcher = tokio::spawn(watch_stores(store.failing(), service.clone(), health.clone()));
+    let store_watcher = tokio::spawn(watch_stores(Arc::clone(&store), service.clone(), health.clone()));
     tracing::info!(driver = service.driver().name(), data = %store.path().display(), pools, http = http_address.map_or_else(|| "off".to_owned(), |address| address.to_string()), "listening on {address}");
     let follower = tokio::spawn(service.clone().follow());
     let following = following.into_iter().map(Following::start);
@@ -271,17 +282,26 @@ pub async fn import(config: &Config, clock: Arc<dyn Clock>, import: Import) -> R
     Ok(imported?)
 }
 
-/// Health says whether everything can be done: decisions go on while the disk fails, records are refused; where the
-/// counters are laid out by a newer version, nothing is decided.
-async fn watch_stores(mut failing: watch::Receiver<Option<StoreError>>, service: Service, health: Health) {
+/// Health says whether everything can be done: decisions go on while the disk fails, but records are refused where they
+/// are kept there; where the counters are laid out by a newer version, nothing is decided.
+async fn watch_stores(store: Arc<SqliteStore>, service: Service, health: Health) {
+    let mut failing = store.failing();
     let mut looks = tokio::time::interval(LOOK_INTERVAL);
-    let mut known = true;
+    let (mut known, mut asked) = (true, Instant::now());
     loop {
         tokio::select! {
             changed = failing.changed() => if changed.is_err() { return },
             _ = looks.tick() => {}
         }
-        let serving = failing.borrow_and_update().is_none() && !service.refuses();
+        let (is_sick, counts_there) =
+            (failing.borrow_and_update().is_some(), service.driver() == StoreDriver::Sqlite);
+        let patience = if is_sick { SICK_DISK_LOOK_INTERVAL } else { DISK_LOOK_INTERVAL };
+        // Who counts there finds out.
+        if !counts_there && asked.elapsed() >= patience {
+            store.probe().await;
+            asked = Instant::now();
+        }
+        let serving = !(is_sick && counts_there) && !service.refuses();
         if serving != known {
             health.set(serving).await;
         }

@@ -295,14 +295,11 @@ impl Metrics {
 
     fn observe_store(&self, service: &Service) {
         type Read = fn(&Condition) -> u64;
-        let gauges: [(&'static str, &'static str, Read); 4] = [
+        let gauges: [(&'static str, &'static str, Read); 3] = [
             ("quota_share.reservations.open", "Reservations that hold something", |now| {
                 now.open_reservations
             }),
             ("quota_share.remembered_ids", "Ids that are remembered", |now| now.remembered_ids),
-            ("quota_share.store.failing", "1 while nothing can be written", |now| {
-                u64::from(now.failing.is_some())
-            }),
             ("quota_share.store.may_evict", "1 while Redis may drop counters when it is full", |now| {
                 u64::from(now.eviction_policy.is_some())
             }),
@@ -315,6 +312,12 @@ impl Metrics {
                 .with_callback(move |gauge| gauge.observe(read(&service.condition()), &[]))
                 .build();
         }
+        let kept = service.clone();
+        self.meter
+            .u64_observable_gauge("quota_share.store.failing")
+            .with_description("1 while the disk takes no writes")
+            .with_callback(move |gauge| gauge.observe(u64::from(kept.sick_disk().is_some()), &[]))
+            .build();
         let ended = service.clone();
         self.meter
             .u64_observable_counter("quota_share.reservations.ended")

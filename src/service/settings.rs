@@ -9,7 +9,7 @@ use crate::{
         ids::InvalidField,
         settings::{Secret, Settings, SettingsUpdate, StoreDriver, StoredSettings},
     },
-    store::{Losses, ReplicaNote, redis::RedisUrl},
+    store::{Losses, ReplicaNote, StoreError, redis::RedisUrl},
 };
 
 /// Most pools that one report names.
@@ -78,7 +78,7 @@ impl Service {
             return Err(ChangeRefused::Invalid(faults.collect()).into());
         }
         self.change(author, Change::UpdateSettings(update)).await?;
-        Ok((self.settings_view(), self.fallback().into_iter().collect()))
+        Ok((self.settings_view(), self.store_warnings()))
     }
 
     /// How this replica is, and which others there are.
@@ -86,34 +86,7 @@ impl Service {
         let replicas = self.replicas().await;
         let directory = self.directory();
         let condition = self.condition();
-        let mut warnings: Vec<String> = self.fallback().into_iter().collect();
-        let store_driver = self.driver();
-        let degraded = self.is_degraded();
-        if let Some(error) = condition.failing {
-            warnings.push(match store_driver {
-                StoreDriver::Sqlite => format!("records and changes are refused, decisions go on: {error}"),
-                StoreDriver::Redis => format!(
-                    "records go to the journal, decisions follow the failure mode of each pool: {error}"
-                ),
-            });
-        }
-        match self.standing() {
-            Standing::Foreign { ours, theirs } => {
-                let ours = ours.map_or_else(|| "of its own".to_owned(), |ours| format!("{ours:?}"));
-                warnings.push(format!(
-                    "Redis has the configuration {theirs:?}, and this replica one {ours}: nothing is decided here. Is its \
-                     URL right? `quota-share adopt` takes it over and sets the one here aside"
-                ));
-            }
-            Standing::Behind(why) => warnings.push(format!(
-                "the shared configuration has something that this version cannot take, and this replica decides by an \
-                 older revision: {why}"
-            )),
-            Standing::Unseen => warnings.push(
-                "the configuration that replicas share has not been seen since this replica started".to_owned(),
-            ),
-            Standing::Alone | Standing::Current => {}
-        }
+        let mut warnings = self.store_warnings();
         let losses = condition.losses;
         if losses != Losses::default() {
             let Losses { resent_batches, missing_batches, reservations } = losses;
@@ -162,8 +135,8 @@ impl Service {
             newest_config_revision: self.0.newest_revision.load(Ordering::Relaxed).max(directory.revision()),
             replicas,
             uptime_ms: self.0.clock.now().ms_since(self.0.started_at),
-            store_driver,
-            degraded,
+            store_driver: self.driver(),
+            degraded: self.is_degraded(),
             journal_length: self.journal().entries,
             warnings,
         }
@@ -171,6 +144,53 @@ impl Service {
 }
 
 impl Service {
+    /// What is wrong with where counters and the configuration are.
+    fn store_warnings(&self) -> Vec<String> {
+        let mut warnings: Vec<String> = self.fallback().into_iter().collect();
+        let driver = self.driver();
+        let condition = self.condition();
+        if let Some(error) = condition.failing.filter(|_| driver == StoreDriver::Redis) {
+            let what_is_done = if condition.refuses {
+                "nothing is decided here, and records are refused"
+            } else {
+                "records go to the journal, decisions follow the failure mode of each pool"
+            };
+            warnings.push(format!("{what_is_done}: {error}"));
+        }
+        if let Some(error) = self.sick_disk() {
+            warnings.push(match driver {
+                StoreDriver::Sqlite => format!("records and changes are refused, decisions go on: {error}"),
+                StoreDriver::Redis => format!(
+                    "the disk takes no writes: changes of the configuration are neither made nor followed here, and \
+                     records are refused while Redis is out of reach: {error}"
+                ),
+            });
+        }
+        match self.standing() {
+            Standing::Foreign { ours, theirs } => {
+                let ours = ours.map_or_else(|| "of its own".to_owned(), |ours| format!("{ours:?}"));
+                warnings.push(format!(
+                    "Redis has the configuration {theirs:?}, and this replica one {ours}: nothing is decided here. Is its \
+                     URL right? `quota-share adopt` takes it over and sets the one here aside"
+                ));
+            }
+            Standing::Behind(why) => warnings.push(format!(
+                "the shared configuration has something that this version cannot take, and this replica decides by an \
+                 older revision: {why}"
+            )),
+            Standing::Unseen => warnings.push(
+                "the configuration that replicas share has not been seen since this replica started".to_owned(),
+            ),
+            Standing::Alone | Standing::Current => {}
+        }
+        warnings
+    }
+
+    /// Why the disk takes no writes; `None` while it does.
+    pub fn sick_disk(&self) -> Option<StoreError> {
+        self.0.store.failing()
+    }
+
     /// Those that share the configuration and have said so lately, this one among them.
     async fn replicas(&self) -> Vec<ReplicaNote> {
         let own = ReplicaNote {

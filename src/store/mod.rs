@@ -218,6 +218,9 @@ pub trait DirectoryStore: fmt::Debug + Send + Sync + 'static {
 
     /// All that is stored.
     async fn load(&self) -> Result<Directory, StoreError>;
+
+    /// Why nothing can be written now; `None` while it can.
+    fn failing(&self) -> Option<StoreError>;
 }
 
 /// No answer was given.
@@ -229,6 +232,9 @@ pub enum LedgerError {
     /// This replica has no configuration: it has not met the one that replicas share, or that is another one.
     #[error("this replica has not got the configuration that replicas share")]
     NoConfiguration,
+    /// Another replica lays the shared counters out in a way that this version does not know.
+    #[error("{0}")]
+    NewerLayout(StoreError),
     /// This life of the pool is over.
     #[error("the pool was deleted meanwhile")]
     PoolRemoved,

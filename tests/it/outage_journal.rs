@@ -257,6 +257,14 @@ async fn a_refusal_after_an_answer_that_was_lost_makes_nothing_count_twice() {
     proxy.swallow(false);
     until("it is refused", async || failing(&ledger).contains("NOPERM")).await;
     assert_journaled(&team.record(&a(100), "", "").await);
+    // What is still refused is not taken for what is possible again.
+    rights(["+eval", "-evalsha"]).await;
+    let given_up = ledger.condition().degraded_for;
+    until("it was asked some times", async || {
+        assert!(!failing(&ledger).is_empty(), "it was taken for one that is back");
+        ledger.condition().degraded_for > given_up + Duration::from_millis(500)
+    })
+    .await;
     rights(["+eval", "+evalsha"]).await;
     until("the journal is empty", async || ledger.all_counted()).await;
     assert_eq!(team.total().await, (111.0, 0.0));

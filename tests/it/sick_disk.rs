@@ -4,9 +4,13 @@ use std::time::Duration;
 
 use sqlx::{ConnectOptions, Connection, SqliteConnection, sqlite::SqliteConnectOptions};
 use tonic::Code;
-use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus};
 
-use crate::harness::{TestServer, UNREACHABLE, Verdict, ask, hard, pb, pool, refusal, requests, spent, told};
+use crate::harness::{
+    TestServer, UNREACHABLE, Verdict, ask, dimension, hard, pb, pool, redis_is_missing, refusal, requests,
+    spent, tokens, told,
+};
+use crate::shared_configuration::until;
 
 /// Every commit of counters and of the configuration updates this table.
 const BREAK: &str =
@@ -106,4 +110,61 @@ async fn a_sick_disk_refuses_another_driver_and_is_watched_when_sqlite_is_chosen
     server.until_health_is(ServingStatus::Serving).await;
     server.record("A", "c1", requests(5)).await;
     assert_eq!(server.used("p", "requests/hourly").await, (15.0, 0.0));
+}
+
+/// What SQLite itself does where a disk is full: it ends the transaction, and whoever has begun it is not asked.
+const BREAK_AND_ROLL_BACK: &str =
+    "CREATE TRIGGER sick BEFORE UPDATE ON service BEGIN SELECT RAISE(ROLLBACK, 'the disk is full'); END";
+
+fn plan() -> pb::PutPlanRequest {
+    let dimensions = vec![dimension("tokens/daily", 10.0)];
+    let plan = pb::Plan { connection_id: "c1".to_owned(), dimensions, ..Default::default() };
+    pb::PutPlanRequest { plan: Some(plan) }
+}
+
+#[tokio::test]
+async fn changes_are_made_again_as_soon_as_a_disk_that_was_full_takes_them() {
+    let server = TestServer::start_on_sqlite().await;
+    sql(&server, BREAK_AND_ROLL_BACK).await;
+    for _ in 0..3 {
+        assert_eq!(refusal(server.plans().put_plan(plan()).await).code, Code::Unavailable);
+    }
+    // Nobody counts, and still it is known, and found out that it is over.
+    server.until_health_is(ServingStatus::NotServing).await;
+    sql(&server, MEND).await;
+    server.until_health_is(ServingStatus::Serving).await;
+    told(server.plans().put_plan(plan()).await);
+    server.put_plan("c1", [dimension("tokens/daily", 20.0)]).await;
+}
+
+/// With the driver redis a replica decides and counts without its disk; what it cannot do, it says.
+#[tokio::test]
+async fn a_replica_on_redis_whose_disk_is_full_says_so_and_catches_up_when_it_is_not() {
+    if redis_is_missing() {
+        return;
+    }
+    let one = TestServer::start_on_redis().await;
+    let other = one.another_replica().await;
+    one.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
+    other.until_it_follows(&one).await;
+    sql(&other, BREAK_AND_ROLL_BACK).await;
+    one.put_plan("c1", [dimension("tokens/daily", 10.0)]).await;
+    one.put_plan("c1", [dimension("tokens/daily", 20.0)]).await;
+    until("it says so", async || {
+        let status = other.status().await;
+        let says = status.warnings.iter().any(|warning| warning.contains("the disk takes no writes"));
+        says && status.newest_config_revision > status.config_revision
+    })
+    .await;
+    assert!(other.page("/metrics").await.1.contains("quota_share_store_failing 1"));
+    let health = told(other.health().check(HealthCheckRequest::default()).await);
+    assert_eq!(health.status(), ServingStatus::Serving);
+    other.record("A", "c1", tokens(5)).await;
+    let refused = refusal(other.plans().put_plan(plan()).await);
+    assert_eq!(refused.code, Code::Unavailable);
+
+    sql(&other, MEND).await;
+    other.until_it_follows(&one).await;
+    until("it is well", async || other.status().await.warnings.is_empty()).await;
+    assert!(other.page("/metrics").await.1.contains("quota_share_store_failing 0"));
 }

@@ -179,6 +179,10 @@ impl OpenLedger for Stores {
 
 #[async_trait]
 impl DirectoryStore for Stores {
+    fn failing(&self) -> Option<StoreError> {
+        None
+    }
+
     async fn commit(&self, _: u64, _: &Directory, _: &[Write]) -> Result<(), StoreError> {
         if self.commits.load(SeqCst) { Ok(()) } else { Err(unavailable()) }
     }

@@ -14,7 +14,6 @@ use std::{
 
 use bytes::Bytes;
 use fred::types::Value;
-use sha1::{Digest, Sha1};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot},
     time::sleep,
@@ -23,7 +22,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     STORE,
-    client::{Client, Command, Failure, bytes_of, entries_of},
+    client::{Client, Command, Failure, bytes_of, entries_of, sha_of},
     health::Health,
     slot::{Batch, Counted, Lost, Slot, Waiting},
     ticket::{Stage, Ticket},
@@ -137,8 +136,7 @@ impl Sender {
         clock: Arc<dyn crate::clock::Clock>,
     ) -> Self {
         let (ready, receiver) = mpsc::unbounded_channel();
-        let script_sha =
-            Sha1::digest(SCRIPT).iter().map(|byte| format!("{byte:02x}")).collect::<String>().into();
+        let script_sha = sha_of(SCRIPT);
         let stop = CancellationToken::new();
         let sender = Self(Arc::new(Inner {
             client,

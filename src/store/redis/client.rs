@@ -18,6 +18,7 @@ use fred::{
         },
     },
 };
+use sha1::{Digest, Sha1};
 use tokio::sync::broadcast;
 use tokio_util::sync::CancellationToken;
 
@@ -75,6 +76,11 @@ const OUT_OF_REACH: [&str; 11] = [
     "READONLY",
     "WRONGPASS",
 ];
+
+/// By which a Redis that has seen `script` knows it.
+pub(super) fn sha_of(script: &str) -> Bytes {
+    Sha1::digest(script).iter().map(|byte| format!("{byte:02x}")).collect::<String>().into()
+}
 
 /// Why there is no answer.
 #[derive(Clone, Debug, thiserror::Error)]

@@ -277,15 +277,18 @@ impl Health {
         }
     }
 
-    /// Redis evicts keys by `policy` when its memory is full; `None`: it does not.
+    /// Redis evicts keys by `policy` when its memory is full; `None`: it does not. Each change is said once.
     pub(super) fn evicts(&self, policy: Option<String>) {
-        if let Some(policy) = &policy {
-            tracing::warn!(
+        let mut known = self.evicting.lock();
+        match &policy {
+            Some(policy) if known.as_ref() != Some(policy) => tracing::warn!(
                 policy,
                 "Redis may evict counters when its memory is full: set maxmemory-policy to noeviction"
-            );
+            ),
+            None if known.is_some() => tracing::info!("Redis evicts no counters any more"),
+            _ => {}
         }
-        *self.evicting.lock() = policy;
+        *known = policy;
     }
 
     /// Another replica lays out what it keeps in a way that this version does not know.

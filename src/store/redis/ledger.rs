@@ -164,6 +164,7 @@ impl RedisLedger {
 
     /// The pool's slot, where it can be asked now.
     fn slot(&self, pool: PoolRevision) -> Result<Arc<Slot>, LedgerError> {
+        self.check_layout()?;
         let slot = self.pools.slot(pool);
         match self.why_out_of_reach(&slot) {
             Some(why) => Err(LedgerError::Unreachable(why)),
@@ -172,13 +173,18 @@ impl RedisLedger {
         }
     }
 
+    /// Nothing is decided and nothing written where a newer version has laid out the counters.
+    fn check_layout(&self) -> Result<(), LedgerError> {
+        match self.health.newer_layout() {
+            Some(layout) => Err(LedgerError::NewerLayout(newer_layout(layout))),
+            None => Ok(()),
+        }
+    }
+
     /// Why nothing can be asked about the pool now.
     fn why_out_of_reach(&self, slot: &Slot) -> Option<StoreError> {
         if !self.health.knows_layout() {
             return Some(not_reached());
-        }
-        if let Some(layout) = self.health.newer_layout() {
-            return Some(newer_layout(layout));
         }
         let out_of_reach = self.pools.are_out_of_reach(slot);
         if out_of_reach {
@@ -226,9 +232,7 @@ impl RedisLedger {
     ) -> Result<Kept<T>, LedgerError> {
         let budget = self.record_timeout();
         let _waiting = self.sender.caller();
-        if let Some(layout) = self.health.newer_layout() {
-            return Err(LedgerError::Unreachable(newer_layout(layout)));
-        }
+        self.check_layout()?;
         if self.why_out_of_reach(&slot).is_some() {
             return self.deferral(slot, deferred()).keep(None).await.map(|_| Kept::Journaled);
         }

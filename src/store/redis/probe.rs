@@ -14,7 +14,7 @@ use tokio::{task::JoinSet, time::sleep};
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    client::{Client, Command, Failure},
+    client::{Client, Command, Failure, sha_of},
     health::Health,
     keys::{PROBE_KEY, REPLICAS_KEY, probe_of},
     reach::Reach,
@@ -72,8 +72,15 @@ pub(super) async fn probe(
 }
 
 async fn probe_one(client: &Client, health: &Health, reach: &Reach, key: Bytes) {
-    let args = vec![Bytes::from_static(PROBE.as_bytes()), Bytes::from_static(b"1"), key.clone()];
-    match client.call(Command { name: "EVAL", key, args }, PROBE_TIMEOUT).await {
+    let call = |name, script: Bytes| {
+        let args = vec![script, Bytes::from_static(b"1"), key.clone()];
+        client.call(Command { name, key: key.clone(), args }, PROBE_TIMEOUT)
+    };
+    let mut answer = call("EVALSHA", sha_of(PROBE)).await;
+    if answer.as_ref().is_err_and(Failure::is_no_script) {
+        answer = call("EVAL", Bytes::from_static(PROBE.as_bytes())).await;
+    }
+    match answer {
         Ok(_) => health.writes(reach),
         Err(failure) => health.fails(reach, &failure),
     }

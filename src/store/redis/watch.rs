@@ -1,4 +1,5 @@
-//! What is looked at whenever a connection was made: the clock, the layout, and whether keys may be evicted.
+//! What is looked at whenever a connection was made, and now and then: the clock, the layout, and whether keys may be
+//! evicted.
 
 use std::{sync::Arc, time::Duration};
 
@@ -17,6 +18,8 @@ use super::{
 const TIMEOUT: Duration = Duration::from_secs(1);
 /// How long until a look that failed is taken again.
 const PAUSE: Duration = Duration::from_millis(200);
+/// How often somebody may have configured something else, or a newer version may have come, without a new connection.
+const LOOK_INTERVAL: Duration = Duration::from_secs(10);
 
 /// How long the first connection may take before its absence is something to tell.
 const FIRST_CONNECTION_TIMEOUT: Duration = Duration::from_millis(500);
@@ -46,6 +49,7 @@ async fn look_after_each<T: Clone>(
         () = sleep(FIRST_CONNECTION_TIMEOUT) => {}
         () = stop.cancelled() => return,
     }
+    let mut is_new = true;
     loop {
         while let Err(failure) = look(client, health).await {
             health.fails(reach, &failure);
@@ -55,14 +59,17 @@ async fn look_after_each<T: Clone>(
             }
         }
         health.writes(reach);
-        looked();
-        let next = tokio::select! {
-            next = connected.recv() => next,
+        if is_new {
+            looked();
+        }
+        is_new = tokio::select! {
+            next = connected.recv() => match next {
+                Err(broadcast::error::RecvError::Closed) => return,
+                Ok(_) | Err(broadcast::error::RecvError::Lagged(_)) => true,
+            },
+            () = sleep(LOOK_INTERVAL) => false,
             () = stop.cancelled() => return,
         };
-        if matches!(next, Err(broadcast::error::RecvError::Closed)) {
-            return;
-        }
     }
 }
 

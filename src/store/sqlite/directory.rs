@@ -10,7 +10,8 @@ use sqlx::{
 };
 
 use super::{
-    FILE, OpenError, STORE, SqliteStore, corrupt, open_read_only, schema_version, unavailable, unsigned,
+    FILE, OpenError, STORE, SqliteStore, corrupt, disk::Disk, open_read_only, schema_version, unavailable,
+    unsigned,
 };
 use crate::{
     core::{
@@ -29,12 +30,13 @@ use crate::{
 #[derive(Debug)]
 pub struct SqliteDirectory {
     connection: SqlitePool,
+    disk: Disk,
 }
 
 impl SqliteDirectory {
     /// The documents of `store`.
     pub fn new(store: &SqliteStore) -> Self {
-        Self { connection: store.connection.clone() }
+        Self { connection: store.connection.clone(), disk: store.disk.clone() }
     }
 
     /// The documents of a data directory that another process may be using: they can only be read.
@@ -48,7 +50,7 @@ impl SqliteDirectory {
         let found: Option<i64> =
             version.await.map_err(|source| OpenError::Database { path: path.clone(), source })?;
         match found {
-            Some(found) if found == schema_version() => Ok(Self { connection }),
+            Some(found) if found == schema_version() => Ok(Self { connection, disk: Disk::new() }),
             found => {
                 Err(OpenError::OtherVersion { path, found: found.unwrap_or(0), expected: schema_version() })
             }
@@ -56,9 +58,8 @@ impl SqliteDirectory {
     }
 }
 
-#[async_trait]
-impl DirectoryStore for SqliteDirectory {
-    async fn commit(&self, before: u64, next: &Directory, writes: &[Write]) -> Result<(), StoreError> {
+impl SqliteDirectory {
+    async fn write(&self, before: u64, next: &Directory, writes: &[Write]) -> Result<(), StoreError> {
         let failed = unavailable("writing the configuration");
         let mut transaction = self.connection.begin_with("BEGIN IMMEDIATE").await.map_err(&failed)?;
         let Origin { lineage, write } = next.origin();
@@ -88,6 +89,19 @@ impl DirectoryStore for SqliteDirectory {
             }
         }
         transaction.commit().await.map_err(&failed)
+    }
+}
+
+#[async_trait]
+impl DirectoryStore for SqliteDirectory {
+    async fn commit(&self, before: u64, next: &Directory, writes: &[Write]) -> Result<(), StoreError> {
+        let result = self.write(before, next, writes).await;
+        self.disk.tell(&result);
+        result
+    }
+
+    fn failing(&self) -> Option<StoreError> {
+        self.disk.why()
     }
 
     async fn load(&self) -> Result<Directory, StoreError> {

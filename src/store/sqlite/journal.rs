@@ -17,7 +17,7 @@ use sqlx::{
 };
 use tokio::sync::{Mutex, OwnedMutexGuard, mpsc, oneshot};
 
-use super::{SqliteStore, corrupt, unavailable, unsigned};
+use super::{SqliteStore, corrupt, disk::Disk, unavailable, unsigned};
 use crate::{
     core::ids::PoolRevision,
     store::{BatchName, Deferred, Entry, EntryId, Journal, JournalCounts, StoreError},
@@ -62,7 +62,7 @@ impl SqliteJournal {
         let count: i64 = count.map_err(unavailable("reading the journal"))?;
         let entries = Arc::new(AtomicU64::new(unsigned("the number of entries", count)?));
         let (orders, receiver) = mpsc::unbounded_channel();
-        tokio::spawn(write(connection.clone(), receiver, Arc::clone(&entries)));
+        tokio::spawn(write(connection.clone(), store.disk.clone(), receiver, Arc::clone(&entries)));
         Ok(Self { connection, orders, entries, counts: JournalCounts::default(), turn: Arc::default() })
     }
 
@@ -137,12 +137,16 @@ impl Journal for SqliteJournal {
 }
 
 /// Carries out orders until nobody can give one.
-async fn write(connection: SqlitePool, mut orders: mpsc::UnboundedReceiver<Order>, entries: Arc<AtomicU64>) {
+async fn write(
+    connection: SqlitePool,
+    disk: Disk,
+    mut orders: mpsc::UnboundedReceiver<Order>,
+    entries: Arc<AtomicU64>,
+) {
     let mut batch = Vec::new();
-    let mut failed_before = false;
     while orders.recv_many(&mut batch, ORDERS_PER_COMMIT_MAX).await > 0 {
         let result = commit(&connection, &batch).await.map_err(unavailable("writing the journal"));
-        tell(&result, &mut failed_before);
+        disk.tell(&result);
         match result {
             Ok((ids, added)) => {
                 // Never below 0: what is removed was added before.
@@ -158,19 +162,6 @@ async fn write(connection: SqlitePool, mut orders: mpsc::UnboundedReceiver<Order
             }),
         }
     }
-}
-
-/// Each change is said once.
-fn tell(result: &Result<(Vec<EntryId>, i64), StoreError>, failed_before: &mut bool) {
-    match result {
-        Err(error) if !*failed_before => {
-            let error = error as &dyn std::error::Error;
-            tracing::warn!(error, "the journal cannot be written: what it should keep is refused");
-        }
-        Ok(_) if *failed_before => tracing::warn!("the journal is written again"),
-        _ => {}
-    }
-    *failed_before = result.is_err();
 }
 
 /// Does all of `orders` or none; returns the entry that each has made, if any, and by how many there are more.

@@ -12,12 +12,14 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use sqlx::SqlitePool;
 use tokio::{
-    sync::{mpsc, oneshot, watch},
+    sync::{mpsc, oneshot},
     task::JoinHandle,
 };
 
 use super::{
-    SqliteStore, load,
+    SqliteStore,
+    disk::Disk,
+    load,
     log::{Log, Pace},
     sweep, unavailable, unsigned, writer,
 };
@@ -70,8 +72,7 @@ pub(super) struct Shared {
     /// The newest instant that any pool has seen, in ms.
     last_seen_ms: AtomicU64,
     clock_steps: AtomicU64,
-    /// Why nothing can be written now.
-    pub(super) failing: watch::Sender<Option<StoreError>>,
+    pub(super) disk: Disk,
 }
 
 /// The sizes of all ledgers together.
@@ -191,11 +192,6 @@ impl Shared {
         self.pools.pin().values().cloned().collect()
     }
 
-    /// The last commit failed.
-    pub(super) fn is_failing(&self) -> bool {
-        self.failing.borrow().is_some()
-    }
-
     /// The present instant. A step back that the ledgers believe is said once.
     fn now(&self) -> Timestamp {
         let now = self.clock.now();
@@ -236,7 +232,7 @@ impl SqliteLedger {
             waiting: AtomicU64::new(0),
             last_seen_ms: last_seen.unix_ms().into(),
             clock_steps: AtomicU64::new(0),
-            failing: store.failing.clone(),
+            disk: store.disk.clone(),
         });
         for entry in directory.pools_after(None) {
             let pool = entry.history.created_revision;
@@ -489,7 +485,7 @@ impl Ledger for SqliteLedger {
         let size = &self.shared.size;
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
         Condition {
-            failing: self.shared.failing.borrow().clone(),
+            failing: self.shared.disk.why(),
             clock_steps: self.shared.clock_steps.load(Ordering::Relaxed),
             open_reservations: read(&size.open_reservations),
             remembered_ids: read(&size.remembered_ids),
@@ -515,7 +511,5 @@ impl Ledger for SqliteLedger {
         {
             tracing::error!(error = &error as &dyn std::error::Error, "the writer ended early");
         }
-        // From now on nobody asks the disk whether it is back.
-        self.shared.failing.send_if_modified(|failing| failing.take().is_some());
     }
 }

@@ -4,6 +4,7 @@
 //! disk keeps its word, a power cut.
 
 mod directory;
+mod disk;
 mod journal;
 mod ledger;
 mod load;
@@ -15,6 +16,7 @@ mod writer;
 
 use std::{
     fs::{File, OpenOptions, TryLockError},
+    future::ready,
     io::{self, Read, Seek, Write},
     path::{Path, PathBuf},
     sync::Arc,
@@ -33,6 +35,7 @@ pub use journal::SqliteJournal;
 pub use ledger::{Commit, SqliteLedger};
 pub use omniroute::{ForeignError, is_database, read_omniroute};
 
+use self::disk::{Disk, is_sound};
 use super::StoreError;
 use crate::core::units::Timestamp;
 
@@ -55,8 +58,7 @@ pub struct SqliteStore {
     path: PathBuf,
     /// The one connection: SQLite has one writer at a time, and readers only at start.
     connection: SqlitePool,
-    /// Why nothing can be written now, as far as a ledger on it has found out.
-    failing: watch::Sender<Option<StoreError>>,
+    disk: Disk,
     /// Unlocked when the store is closed or dropped.
     lock: File,
 }
@@ -133,6 +135,7 @@ impl SqliteStore {
             .disable_statement_logging();
         // A connection to a file of this process does not go away: it need not be asked before each use.
         let pool = SqlitePoolOptions::new().max_connections(1).test_before_acquire(false);
+        let pool = pool.before_acquire(|connection, _| Box::pin(ready(Ok(is_sound(connection)))));
         let connection = pool
             .idle_timeout(None)
             .max_lifetime(None)
@@ -143,7 +146,7 @@ impl SqliteStore {
             .run(&connection)
             .await
             .map_err(|source| OpenError::Migration { path: path.clone(), source })?;
-        Ok(Self { path, connection, failing: watch::Sender::new(None), lock })
+        Ok(Self { path, connection, disk: Disk::new(), lock })
     }
 
     /// Names this data directory among replicas: chosen by `choose` at the first start, and kept.
@@ -157,7 +160,12 @@ impl SqliteStore {
 
     /// Follows whether anything can be written: `None` while it can.
     pub fn failing(&self) -> watch::Receiver<Option<StoreError>> {
-        self.failing.subscribe()
+        self.disk.follow()
+    }
+
+    /// Finds out whether anything can be written.
+    pub async fn probe(&self) {
+        self.disk.probe(&self.connection).await;
     }
 
     /// Deletes what nobody needs at `now`, whichever driver is in use: reservations and ids that have ended, and

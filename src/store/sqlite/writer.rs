@@ -6,7 +6,7 @@ use std::{
 };
 
 use sqlx::SqlitePool;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 use super::{
     ledger::{Commit, Order, Shared, Slot, Waiting},
@@ -41,7 +41,13 @@ pub(super) async fn run(
     // What every pool has moved after the clock went back. It is carried by the commit that says so: at the next start,
     // what lies ahead of the time last seen is left over.
     let mut moved = Vec::new();
-    while receive(&mut orders, &mut received, pause(&shared, &log)).await {
+    let mut failing = shared.disk.follow();
+    loop {
+        // What is known already is not told again.
+        failing.mark_unchanged();
+        if !receive(&mut orders, &mut received, pause(&shared, &log), &mut failing).await {
+            break;
+        }
         let mut batch = Vec::with_capacity(received.len());
         for order in received.drain(..) {
             let Order::Commit(slot) = order else {
@@ -70,7 +76,7 @@ pub(super) async fn run(
             last_seen = seen;
             moved.clear();
         }
-        tell(&shared, &result);
+        shared.disk.tell(&result);
         for (slot, waiting) in batch {
             let undone = finish(&shared, &slot, waiting, &result);
             if !moved.is_empty() {
@@ -99,37 +105,28 @@ fn effects<'a>(
 /// How long to wait for orders: while the disk is failing it is asked whether it is back, and the log has a time of its
 /// own.
 fn pause(shared: &Shared, log: &Log) -> Option<Duration> {
-    if shared.is_failing() { Some(PROBE_INTERVAL) } else { log.due_in() }
+    if shared.disk.is_failing() { Some(PROBE_INTERVAL) } else { log.due_in() }
 }
 
-/// Waits for orders; false if there will be none. After `pause` an empty list comes by: a commit of nothing but the time
-/// and what the log has to do.
+/// Waits for orders; false if there will be none. After `pause`, and when somebody else has found the disk failing, an
+/// empty list comes by: a commit of nothing but the time and what the log has to do.
 async fn receive(
     orders: &mut mpsc::UnboundedReceiver<Order>,
     into: &mut Vec<Order>,
     pause: Option<Duration>,
+    failing: &mut watch::Receiver<Option<StoreError>>,
 ) -> bool {
-    let received = orders.recv_many(into, POOLS_PER_COMMIT_MAX);
-    let Some(pause) = pause else { return received.await > 0 };
-    match tokio::time::timeout(pause, received).await {
-        Ok(count) => count > 0,
-        Err(_) => true,
-    }
-}
-
-/// Makes known whether the disk takes commits; each change is said once.
-fn tell(shared: &Shared, result: &Result<(), StoreError>) {
-    let was_failing = shared.is_failing();
-    match result {
-        Ok(()) if was_failing => tracing::warn!("commits succeed again: records and changes are taken"),
-        Err(error) if !was_failing => {
-            let error = error as &dyn std::error::Error;
-            tracing::warn!(error, "commits fail: records and changes are refused, decisions go on");
+    let paused = async {
+        match pause {
+            Some(pause) => tokio::time::sleep(pause).await,
+            None => std::future::pending().await,
         }
-        _ => {}
-    }
-    if was_failing || result.is_err() {
-        shared.failing.send_replace(result.as_ref().err().cloned());
+    };
+    tokio::select! {
+        biased;
+        count = orders.recv_many(into, POOLS_PER_COMMIT_MAX) => count > 0,
+        () = paused => true,
+        _ = failing.changed() => true,
     }
 }
 

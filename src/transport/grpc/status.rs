@@ -201,6 +201,7 @@ pub(super) fn of_ledger(error: LedgerError) -> Status {
         LedgerError::PoolRemoved => unavailable(message, "POOL_CHANGING"),
         LedgerError::Full { .. } => unavailable(message, "REPLICA_FULL"),
         LedgerError::NoConfiguration => unavailable(message, "NO_CONFIGURATION"),
+        LedgerError::NewerLayout(_) => unavailable(message, "NEWER_VERSION"),
         LedgerError::Unreachable(_) => {
             unavailable(format!("{UNREACHABLE}: send the call again"), "STORE_UNAVAILABLE")
         }
