@@ -330,10 +330,6 @@ impl Service {
         prepared: Option<Prepared>,
     ) -> Result<(), AdminError> {
         if let Err(error) = self.0.store.commit(directory.revision(), &next, writes).await {
-            tracing::warn!(
-                error = &error as &dyn std::error::Error,
-                "a change of the configuration was refused"
-            );
             if let Some(prepared) = prepared {
                 prepared.withdraw().await;
             }

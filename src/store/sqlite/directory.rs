@@ -51,8 +51,11 @@ impl SqliteDirectory {
             version.await.map_err(|source| OpenError::Database { path: path.clone(), source })?;
         match found {
             Some(found) if found == schema_version() => Ok(Self { connection, disk: Disk::new() }),
+            Some(found) if found > schema_version() => {
+                Err(OpenError::NewerVersion { path, found, expected: schema_version() })
+            }
             found => {
-                Err(OpenError::OtherVersion { path, found: found.unwrap_or(0), expected: schema_version() })
+                Err(OpenError::OlderVersion { path, found: found.unwrap_or(0), expected: schema_version() })
             }
         }
     }

@@ -25,7 +25,7 @@ use std::{
 
 use sqlx::{
     ConnectOptions, SqlitePool,
-    migrate::Migrator,
+    migrate::{MigrateError, Migrator},
     sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous},
 };
 use tokio::sync::watch;
@@ -90,13 +90,13 @@ pub enum OpenError {
         /// What SQLite said.
         source: sqlx::Error,
     },
-    /// A migration failed, or the file has met a newer version of the service.
+    /// A migration failed.
     #[error("{path} cannot be brought to this version: {source}")]
     Migration {
         /// The file.
         path: PathBuf,
         /// What went wrong.
-        source: sqlx::migrate::MigrateError,
+        source: MigrateError,
     },
     /// There is nothing to read.
     #[error("there is no {FILE} in {folder}: set DATA_DIR to the folder of a service's data")]
@@ -104,12 +104,25 @@ pub enum OpenError {
         /// The data directory.
         folder: PathBuf,
     },
-    /// The file is only to be read, and was written by another version.
+    /// A newer version has written it.
+    #[error(
+        "{path} has the schema {found}, and this version knows schemas up to {expected}: use the newer version that \
+         wrote it, or a backup from before"
+    )]
+    NewerVersion {
+        /// The file.
+        path: PathBuf,
+        /// Its schema.
+        found: i64,
+        /// The newest that this version knows.
+        expected: i64,
+    },
+    /// The file is only to be read, and was written by an older version.
     #[error(
         "{path} has the schema {found} and this version {expected}: use the version that wrote it, or start this one \
          on it once with `quota-share serve`"
     )]
-    OtherVersion {
+    OlderVersion {
         /// The file.
         path: PathBuf,
         /// Its schema.
@@ -142,10 +155,12 @@ impl SqliteStore {
             .connect_with(options)
             .await
             .map_err(|source| OpenError::Database { path: path.clone(), source })?;
-        MIGRATIONS
-            .run(&connection)
-            .await
-            .map_err(|source| OpenError::Migration { path: path.clone(), source })?;
+        MIGRATIONS.run(&connection).await.map_err(|source| match source {
+            MigrateError::VersionMissing(found) => {
+                OpenError::NewerVersion { path: path.clone(), found, expected: schema_version() }
+            }
+            source => OpenError::Migration { path: path.clone(), source },
+        })?;
         Ok(Self { path, connection, disk: Disk::new(), lock })
     }
 
