@@ -8,11 +8,17 @@ use std::{
 
 use futures::future::join_all;
 use nix::sys::signal::Signal;
+use sqlx::{ConnectOptions, Connection, SqliteConnection, sqlite::SqliteConnectOptions};
+use tokio::net::TcpStream;
 use tonic::{Code, Response, Status};
 use tonic_health::pb::health_check_response::ServingStatus;
 
-use crate::harness::{
-    Client, TestRedis, TestReplica, ask, dimension, hard, pb, pool, redis_is_missing, spent, tokens,
+use crate::{
+    harness::{
+        Client, TestProcess, TestRedis, TestReplica, ask, dimension, hard, pb, pool, redis_is_missing, spent,
+        tokens, told,
+    },
+    shared_configuration::until,
 };
 
 const CLIENTS: usize = 16;
@@ -136,4 +142,46 @@ async fn a_replica_that_is_about_to_end_follows_changes_for_as_long_as_it_serves
     client.until_it_follows(&admin).await;
     assert_eq!(client.get_pool("p").await.pool, admin.get_pool("p").await.pool);
     ending.kill();
+}
+
+/// A process with one pool, which is told how long load balancers take to notice that it ends.
+async fn process_with_a_pool(delay_seconds: &str) -> TestProcess {
+    let process = TestProcess::start_with(&[("QUOTA_SHUTDOWN_DELAY_SECONDS", delay_seconds)]).await;
+    process.put_plan("c1", [dimension(WINDOW, 1e9)]).await;
+    process.create(pool("p", ["c1"], [hard("A", 100.0)])).await;
+    process
+}
+
+/// For longer than the test takes.
+#[tokio::test]
+async fn told_to_end_a_replica_says_so_and_answers_on_until_load_balancers_have_noticed() {
+    let process = process_with_a_pool("60").await;
+    process.signal(Signal::SIGTERM);
+    until("it says so", async || !process.is_serving().await).await;
+    let late = Client::connect(process.address()).await;
+    assert_eq!(late.enforce("A", "c1", None).await.pool_id, "p");
+    late.record("A", "c1", tokens(7)).await;
+    assert_eq!(process.used("p", WINDOW).await, (7.0, 0.0));
+}
+
+/// Another process has the database's lock, so that a call is under way for as long as the test wants.
+#[tokio::test]
+async fn told_to_end_a_replica_takes_no_new_call_and_finishes_those_that_are_under_way() {
+    let mut process = process_with_a_pool("0").await;
+    let options = SqliteConnectOptions::new().filename(process.data_dir().join("storage.sqlite"));
+    let mut other: SqliteConnection = options.connect().await.expect("the database opens beside the process");
+    sqlx::query("BEGIN IMMEDIATE").execute(&mut other).await.expect("nobody writes");
+    let mut quota = process.quota();
+    let record = tokio::spawn(async move { quota.record_consumption(spent("A", "c1", tokens(7))).await });
+    until("it is under way", async || process.used("p", WINDOW).await.0 == 7.0).await;
+    process.signal(Signal::SIGTERM);
+    until("it takes no call", async || TcpStream::connect(process.address()).await.is_err()).await;
+    assert!(!record.is_finished(), "it waits for the lock");
+    sqlx::query("ROLLBACK").execute(&mut other).await.expect("it is in a transaction");
+    other.close().await.expect("nothing is left to write");
+
+    told(record.await.expect("it does not panic"));
+    assert_eq!(process.ended().await, Some(0), "{}", process.log());
+    process.restart().await;
+    assert_eq!(process.used("p", WINDOW).await, (7.0, 0.0));
 }

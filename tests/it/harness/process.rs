@@ -96,6 +96,11 @@ impl TestProcess {
         kill(Pid::from_raw(self.pid() as i32), signal).expect("the process is there");
     }
 
+    /// Waits for the process to end by itself; returns its exit code.
+    pub(crate) async fn ended(&mut self) -> Option<i32> {
+        self.process.ended().await.code()
+    }
+
     pub(crate) fn pid(&self) -> u32 {
         self.process.child.id()
     }
