@@ -13,6 +13,7 @@ mod drivers;
 mod drivers_agree;
 mod edge;
 mod failed_commits;
+mod following;
 mod harness;
 mod headers;
 mod hostile_input;

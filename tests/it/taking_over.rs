@@ -30,7 +30,7 @@ use quota_share::{
     service::{AdminError, Author, Counters, Decision, EnforceCall, Found, Service, Start},
     store::{
         Condition, Configured, DirectoryStore, Kept, Ledger, LedgerError, OpenLedger, Place,
-        ReservationPlace, StoreError,
+        ReservationPlace, SharedDirectory, StoreError,
     },
 };
 use tokio::{sync::Semaphore, time::timeout};
@@ -42,23 +42,30 @@ use crate::{
 
 const SOON: Duration = Duration::from_millis(20);
 
-fn unavailable() -> StoreError {
+pub(crate) fn unavailable() -> StoreError {
     let source = Arc::new(io::Error::other("on purpose"));
     StoreError::Unavailable { store: "the test", doing: "anything", source }
 }
 
 /// Answers checks as it is let; is asked nothing else.
 #[derive(Debug)]
-struct HeldLedger {
+pub(crate) struct HeldLedger {
     asked: AtomicUsize,
     may_answer: Semaphore,
     closed: AtomicBool,
+    shared: Option<Arc<dyn SharedDirectory>>,
 }
 
 impl HeldLedger {
     fn new(answers: usize) -> Arc<Self> {
         let (asked, closed) = (AtomicUsize::new(0), AtomicBool::new(false));
-        Arc::new(Self { asked, may_answer: Semaphore::new(answers), closed })
+        Arc::new(Self { asked, may_answer: Semaphore::new(answers), closed, shared: None })
+    }
+
+    /// In a store where replicas share their configuration.
+    pub(crate) fn sharing(shared: Arc<dyn SharedDirectory>) -> Arc<Self> {
+        let (asked, closed) = (AtomicUsize::new(0), AtomicBool::new(false));
+        Arc::new(Self { asked, may_answer: Semaphore::new(0), closed, shared: Some(shared) })
     }
 
     fn seen(&self) -> (usize, bool) {
@@ -148,6 +155,10 @@ impl Ledger for HeldLedger {
         unreachable!()
     }
 
+    fn directory(&self) -> Option<Arc<dyn SharedDirectory>> {
+        self.shared.clone()
+    }
+
     fn condition(&self) -> Condition {
         Condition::default()
     }
@@ -163,7 +174,7 @@ impl Ledger for HeldLedger {
 
 /// A store of documents and an opener of one other ledger, either of which may fail.
 #[derive(Debug)]
-struct Stores {
+pub(crate) struct Stores {
     redis: Arc<HeldLedger>,
     opens: AtomicBool,
     commits: AtomicBool,
@@ -192,19 +203,36 @@ impl DirectoryStore for Stores {
     }
 }
 
-/// A service on the ledger `sqlite`, with one pool.
-fn service_on(sqlite: &Arc<HeldLedger>, stores: &Arc<Stores>) -> Service {
+impl Stores {
+    /// That take all documents, and open `ledger`.
+    pub(crate) fn with(ledger: &Arc<HeldLedger>) -> Arc<Self> {
+        let (opens, commits) = (AtomicBool::new(true), AtomicBool::new(true));
+        Arc::new(Self { redis: Arc::clone(ledger), opens, commits })
+    }
+}
+
+pub(crate) fn a_pool(id: &str, connection: &str) -> PoolSpec {
     let allocation = AllocationSpec { api_key_id: "A".to_owned(), weight: 100.0, ..Default::default() };
-    let spec = PoolSpec {
-        pool_id: "p".to_owned(),
-        name: "p".to_owned(),
-        connection_ids: vec!["c1".to_owned()],
+    PoolSpec {
+        pool_id: id.to_owned(),
+        name: id.to_owned(),
+        connection_ids: vec![connection.to_owned()],
         allocations: vec![allocation],
         ..Default::default()
-    };
-    let created = Directory::default().apply(Change::CreatePool(spec), T0).expect("the pool is valid");
+    }
+}
+
+/// A service on the ledger `sqlite`, with one pool.
+fn service_on(sqlite: &Arc<HeldLedger>, stores: &Arc<Stores>) -> Service {
+    let created = Directory::default().apply(Change::CreatePool(a_pool("p", "c1")), T0);
+    let created = created.expect("the pool is valid").expect("a pool is written");
+    service_of(created.next, sqlite, stores)
+}
+
+/// A service on `ledger`, as it starts from `directory`.
+pub(crate) fn service_of(directory: Directory, ledger: &Arc<HeldLedger>, stores: &Arc<Stores>) -> Service {
     let journal = Arc::new(MemoryJournal::default());
-    let (ledger, drivers) = (sqlite.clone(), stores.clone());
+    let (ledger, drivers) = (ledger.clone(), stores.clone());
     let counters = Counters { place: Place::Sqlite, ledger, drivers, journal };
     let start = Start {
         replica_id: "replica".to_owned(),
@@ -218,7 +246,7 @@ fn service_on(sqlite: &Arc<HeldLedger>, stores: &Arc<Stores>) -> Service {
         store: Configured { driver: StoreDriver::Sqlite, redis_url: None, redis_url_unreadable: false },
     };
     let clock: Arc<dyn Clock> = Arc::new(ManualClock::new(T0));
-    Service::new(created.expect("a pool is written").next, stores.clone(), counters, clock, start)
+    Service::new(directory, stores.clone(), counters, clock, start)
 }
 
 async fn ask(service: Service) -> Decision {

@@ -1,0 +1,199 @@
+//! How replicas follow what they share, where the store answers at once: what passes is the time between their looks.
+
+use std::{
+    collections::BTreeMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use async_trait::async_trait;
+use futures::future::join_all;
+use parking_lot::Mutex;
+use quota_share::{
+    core::{
+        directory::{Directory, Documents},
+        document::{DocumentName, Head},
+        ids::PoolId,
+    },
+    service::{AdminError, Service, Standing},
+    store::{ReplicaNote, SharedDirectory, StoreError},
+};
+use tokio::task::JoinHandle;
+
+use crate::{
+    harness::PATIENCE,
+    taking_over::{HeldLedger, Stores, a_pool, service_of, unavailable},
+};
+
+/// The configuration that replicas share, in memory.
+#[derive(Debug, Default)]
+struct MemoryShared(Mutex<State>);
+
+/// What becomes of a write that is not answered.
+#[derive(Clone, Copy, Debug)]
+enum Lost {
+    Answer,
+    Write,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    lost: Option<Lost>,
+    head: Option<Head>,
+    documents: Documents,
+    writes: BTreeMap<u64, String>,
+}
+
+impl MemoryShared {
+    /// As a Redis that was flushed.
+    fn empty(&self) {
+        *self.0.lock() = State::default();
+    }
+
+    /// Does not answer the next write.
+    fn lose(&self, what: Lost) {
+        self.0.lock().lost = Some(what);
+    }
+}
+
+#[async_trait]
+impl SharedDirectory for MemoryShared {
+    async fn head(&self) -> Result<Option<Head>, StoreError> {
+        Ok(self.0.lock().head.clone())
+    }
+
+    async fn write_at(&self, revision: u64) -> Result<Option<String>, StoreError> {
+        Ok(self.0.lock().writes.get(&revision).cloned())
+    }
+
+    async fn after(&self, revision: u64) -> Result<(Option<Head>, Documents), StoreError> {
+        let state = self.0.lock();
+        let later = state.documents.iter().filter(|(_, of)| of.revision > revision);
+        Ok((state.head.clone(), later.map(|(name, of)| (name.clone(), of.clone())).collect()))
+    }
+
+    async fn commit(
+        &self,
+        before: Option<&Head>,
+        next: &Head,
+        documents: &Documents,
+    ) -> Result<bool, StoreError> {
+        let mut state = self.0.lock();
+        let lost = state.lost.take();
+        if matches!(lost, Some(Lost::Write)) {
+            return Err(unavailable());
+        }
+        if state.head.as_ref() != before {
+            return Ok(false);
+        }
+        state.head = Some(next.clone());
+        state.documents.extend(documents.clone());
+        state.writes.insert(next.revision, next.write.clone());
+        if lost.is_some() { Err(unavailable()) } else { Ok(true) }
+    }
+
+    async fn forget(&self, _: &[(DocumentName, u64)]) -> Result<(), StoreError> {
+        unreachable!()
+    }
+
+    async fn say(&self, _: &ReplicaNote) -> Result<(), StoreError> {
+        Ok(())
+    }
+
+    async fn replicas(&self) -> Result<Vec<ReplicaNote>, StoreError> {
+        unreachable!()
+    }
+
+    fn admit(&self, _: bool) {}
+}
+
+/// A replica with nothing of its own, which follows what is shared there until it is dropped.
+struct Replica {
+    service: Service,
+    following: JoinHandle<()>,
+}
+
+impl Replica {
+    fn on(shared: &Arc<MemoryShared>) -> Self {
+        let ledger = HeldLedger::sharing(Arc::clone(shared) as _);
+        let service = service_of(Directory::default(), &ledger, &Stores::with(&ledger));
+        let following = tokio::spawn(service.clone().follow());
+        Self { service, following }
+    }
+
+    fn has(&self, pool: &str) -> bool {
+        self.service.pool(&PoolId::parse("", pool).expect("an id")).is_ok()
+    }
+
+    async fn until(&self, so: impl Fn(&Self) -> bool) {
+        let asked = Instant::now();
+        while !so(self) {
+            assert!(asked.elapsed() < PATIENCE, "{:?}", self.service.standing());
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+}
+
+impl Drop for Replica {
+    fn drop(&mut self) {
+        self.following.abort();
+    }
+}
+
+fn is_current(replica: &Replica) -> bool {
+    replica.service.standing() == Standing::Current
+}
+
+#[tokio::test]
+async fn what_one_replica_writes_another_decides_by_within_a_second() {
+    let shared: Arc<MemoryShared> = Arc::default();
+    let (one, other) = (Replica::on(&shared), Replica::on(&shared));
+    other.until(is_current).await;
+    // A look may come at once, or last of all: in the mean it takes half of the time between two.
+    const ROUNDS: u32 = 6;
+    let mut took = Duration::ZERO;
+    for n in 0..ROUNDS {
+        let id = format!("p{n}");
+        one.service.create_pool(a_pool(&id, &format!("c{n}"))).await.expect("the pool is valid");
+        let written = Instant::now();
+        other.until(|of| of.has(&id)).await;
+        took += written.elapsed();
+    }
+    assert!(took / ROUNDS < Duration::from_secs(1), "{ROUNDS} writes in {took:?}");
+}
+
+/// One that has nothing must not start another configuration there, which nobody who has one would take over.
+#[tokio::test]
+async fn a_store_that_was_emptied_is_filled_by_whoever_has_a_configuration_before_a_new_one_is_started() {
+    // At whatever instant between two looks.
+    join_all((0..500).step_by(50).map(empty_after)).await;
+}
+
+async fn empty_after(wait_ms: u64) {
+    let shared: Arc<MemoryShared> = Arc::default();
+    let one = Replica::on(&shared);
+    one.until(is_current).await;
+    one.service.create_pool(a_pool("p", "c1")).await.expect("the pool is valid");
+    tokio::time::sleep(Duration::from_millis(wait_ms)).await;
+    shared.empty();
+    let fresh = Replica::on(&shared);
+    fresh.until(|of| of.service.standing() != Standing::Unseen).await;
+    assert!(fresh.has("p") && is_current(&fresh), "{:?}", fresh.service.standing());
+    assert_eq!(one.service.directory().head(), fresh.service.directory().head());
+}
+
+#[tokio::test]
+async fn a_write_whose_answer_was_lost_is_answered_by_what_has_become_of_it() {
+    let shared: Arc<MemoryShared> = Arc::default();
+    let one = Replica::on(&shared);
+    one.until(is_current).await;
+    shared.lose(Lost::Answer);
+    let written = one.service.create_pool(a_pool("there", "c1")).await;
+    assert!(written.is_ok() && one.has("there"), "{written:?}");
+
+    shared.lose(Lost::Write);
+    let refused = one.service.create_pool(a_pool("nowhere", "c2")).await;
+    assert!(matches!(refused, Err(AdminError::Store(_))), "{refused:?}");
+    assert!(!one.has("nowhere"));
+    assert_eq!(shared.head().await.expect("it answers"), one.service.directory().head());
+}
