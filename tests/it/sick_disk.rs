@@ -13,11 +13,11 @@ use crate::harness::{
 use crate::shared_configuration::until;
 
 /// Every commit of counters and of the configuration updates this table.
-const BREAK: &str =
+pub(crate) const BREAK: &str =
     "CREATE TRIGGER sick BEFORE UPDATE ON service BEGIN SELECT RAISE(ABORT, 'the disk is sick'); END";
-const MEND: &str = "DROP TRIGGER sick";
+pub(crate) const MEND: &str = "DROP TRIGGER sick";
 
-async fn sql(server: &TestServer, statement: &'static str) {
+pub(crate) async fn sql(server: &TestServer, statement: &'static str) {
     let options = SqliteConnectOptions::new().filename(server.data_dir().join("storage.sqlite"));
     let mut connection: SqliteConnection =
         options.connect().await.expect("the database opens beside the server");
