@@ -140,8 +140,16 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
     metrics.observe(&service);
     let (address, http_address) = (taken.address, http.as_ref().map(|taken| taken.address));
     let (listener, http) = (taken.listen()?, http.map(TakenAddress::listen).transpose()?);
-    let (health, server) =
-        grpc::server(service.clone(), metrics.rpc(), doors, listener, stop.clone(), &cut_off).await?;
+    let (health, server) = grpc::server(
+        service.clone(),
+        metrics.rpc(),
+        doors,
+        listener,
+        is_well(&service),
+        stop.clone(),
+        &cut_off,
+    )
+    .await?;
     let server = tokio::spawn(watch_server(server, health.clone(), stop.clone()));
     let pages = http.map(|listener| {
         let (serving, stop) = (health.serving(), stop.clone().cancelled_owned());
@@ -282,28 +290,33 @@ pub async fn import(config: &Config, clock: Arc<dyn Clock>, import: Import) -> R
     Ok(imported?)
 }
 
-/// Health says whether everything can be done: decisions go on while the disk fails, but records are refused where they
-/// are kept there; where the counters are laid out by a newer version, nothing is decided.
+/// Whether everything can be done: decisions go on while the disk fails, but records are refused where they are kept
+/// there; where the configuration is not known or the counters are laid out by a newer version, nothing is decided.
+fn is_well(service: &Service) -> bool {
+    let counts_on_disk = service.driver() == StoreDriver::Sqlite;
+    !(counts_on_disk && service.sick_disk().is_some()) && !service.refuses()
+}
+
+/// Health says whether all is well.
 async fn watch_stores(store: Arc<SqliteStore>, service: Service, health: Health) {
     let mut failing = store.failing();
     let mut looks = tokio::time::interval(LOOK_INTERVAL);
-    let (mut known, mut asked) = (true, Instant::now());
+    let (mut known, mut asked) = (None, Instant::now());
     loop {
         tokio::select! {
             changed = failing.changed() => if changed.is_err() { return },
             _ = looks.tick() => {}
         }
-        let (is_sick, counts_there) =
-            (failing.borrow_and_update().is_some(), service.driver() == StoreDriver::Sqlite);
+        let is_sick = failing.borrow_and_update().is_some();
         let patience = if is_sick { SICK_DISK_LOOK_INTERVAL } else { DISK_LOOK_INTERVAL };
         // Who counts there finds out.
-        if !counts_there && asked.elapsed() >= patience {
+        if service.driver() != StoreDriver::Sqlite && asked.elapsed() >= patience {
             store.probe().await;
             asked = Instant::now();
         }
-        let serving = !(is_sick && counts_there) && !service.refuses();
+        let serving = Some(is_well(&service));
         if serving != known {
-            health.set(serving).await;
+            health.set(serving == Some(true)).await;
         }
         known = serving;
     }

@@ -212,7 +212,9 @@ impl Service {
             return self.reconcile(shared, &local).await;
         }
         let (head, documents) = shared.after(own.revision).await?;
-        let (next, writes) = local.follow(head.ok_or(FollowError::Busy)?, &documents)?;
+        // Another one may have been started there meanwhile.
+        let head = head.filter(|head| head.lineage == own.lineage).ok_or(FollowError::Busy)?;
+        let (next, writes) = local.follow(head, &documents)?;
         Ok(self.put(&local, next, &writes).await?)
     }
 
@@ -248,7 +250,8 @@ impl Service {
     /// The two have gone different ways: of each document the newer one stays, and the shared one gets what it has not.
     async fn reconcile(&self, shared: &dyn SharedDirectory, local: &Directory) -> Result<(), FollowError> {
         let (head, documents) = shared.after(0).await?;
-        let Some(head) = head else { return Err(FollowError::Busy) };
+        let is_ours = |head: &Head| local.origin().lineage.as_ref() == Some(&head.lineage);
+        let head = head.filter(is_ours).ok_or(FollowError::Busy)?;
         let reconciled = local.reconcile(&head, &documents, write_name())?;
         for (name, refused) in &reconciled.dropped {
             tracing::warn!(%name, %refused, "what this replica has of a document cannot stand beside the shared ones");

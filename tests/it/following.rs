@@ -22,7 +22,7 @@ use tokio::task::JoinHandle;
 
 use crate::{
     harness::PATIENCE,
-    taking_over::{HeldLedger, Stores, a_pool, service_of, unavailable},
+    taking_over::{HeldLedger, Stores, a_pool, author, service_of, unavailable},
 };
 
 /// The configuration that replicas share, in memory.
@@ -100,6 +100,10 @@ impl SharedDirectory for MemoryShared {
         Ok(())
     }
 
+    async fn leave(&self, _: &str) -> Result<(), StoreError> {
+        Ok(())
+    }
+
     async fn replicas(&self) -> Result<Vec<ReplicaNote>, StoreError> {
         unreachable!()
     }
@@ -154,7 +158,7 @@ async fn what_one_replica_writes_another_decides_by_within_a_second() {
     let mut took = Duration::ZERO;
     for n in 0..ROUNDS {
         let id = format!("p{n}");
-        one.service.create_pool(a_pool(&id, &format!("c{n}"))).await.expect("the pool is valid");
+        one.service.create_pool(author(), a_pool(&id, &format!("c{n}"))).await.expect("the pool is valid");
         let written = Instant::now();
         other.until(|of| of.has(&id)).await;
         took += written.elapsed();
@@ -173,7 +177,7 @@ async fn empty_after(wait_ms: u64) {
     let shared: Arc<MemoryShared> = Arc::default();
     let one = Replica::on(&shared);
     one.until(is_current).await;
-    one.service.create_pool(a_pool("p", "c1")).await.expect("the pool is valid");
+    one.service.create_pool(author(), a_pool("p", "c1")).await.expect("the pool is valid");
     tokio::time::sleep(Duration::from_millis(wait_ms)).await;
     shared.empty();
     let fresh = Replica::on(&shared);
@@ -188,11 +192,11 @@ async fn a_write_whose_answer_was_lost_is_answered_by_what_has_become_of_it() {
     let one = Replica::on(&shared);
     one.until(is_current).await;
     shared.lose(Lost::Answer);
-    let written = one.service.create_pool(a_pool("there", "c1")).await;
+    let written = one.service.create_pool(author(), a_pool("there", "c1")).await;
     assert!(written.is_ok() && one.has("there"), "{written:?}");
 
     shared.lose(Lost::Write);
-    let refused = one.service.create_pool(a_pool("nowhere", "c2")).await;
+    let refused = one.service.create_pool(author(), a_pool("nowhere", "c2")).await;
     assert!(matches!(refused, Err(AdminError::Store(_))), "{refused:?}");
     assert!(!one.has("nowhere"));
     assert_eq!(shared.head().await.expect("it answers"), one.service.directory().head());

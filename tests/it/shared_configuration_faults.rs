@@ -391,7 +391,7 @@ async fn a_fresh_replica_without_its_redis_is_not_ready_and_never_says_no_pool()
     let mut proxy = Proxy::to(redis.address()).await;
     proxy.refuse(true).await;
     let fresh = TestProcess::start_with(&on(&proxy.url())).await;
-    until("it says so", async || !fresh.is_serving().await).await;
+    assert!(!fresh.is_serving().await, "it says so from the first answer on");
     let asked = refusal(fresh.quota().enforce(ask("A", "c1", None)).await);
     assert_eq!((asked.code, asked.reason.as_str()), (Code::Unavailable, "NO_CONFIGURATION"));
     let asked = refusal(fresh.quota().record_consumption(spent("A", "c1", tokens(1))).await);
@@ -431,7 +431,7 @@ async fn the_redis_of_others_changes_nothing_on_either_side_until_it_is_adopted(
     let lineage = stored(theirs.data_dir()).await.head().unwrap().lineage;
 
     process.restart_with(&on(&others.url())).await;
-    until("it says so", async || !process.is_serving().await).await;
+    assert!(!process.is_serving().await, "it says so from the first answer on");
     for _ in 0..3 {
         let asked = refusal(process.quota().enforce(ask("A", "c1", None)).await);
         assert_eq!((asked.code, asked.reason.as_str()), (Code::Unavailable, "NO_CONFIGURATION"));

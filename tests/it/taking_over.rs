@@ -260,7 +260,7 @@ async fn ask(service: Service) -> Decision {
     service.enforce(call).await.expect("an answer, though without counters")
 }
 
-fn author() -> Author {
+pub(crate) fn author() -> Author {
     Author { name: "alice".into(), role: None }
 }
 

@@ -99,19 +99,20 @@ pub(crate) struct Doors {
     pub(crate) connection_age_max: Duration,
 }
 
-/// Serves on `listener` until `stop` is cancelled, then lets open calls finish, until `cut_off`. The server reports
-/// SERVING at once.
+/// Serves on `listener` until `stop` is cancelled, then lets open calls finish, until `cut_off`. Health says from the first
+/// answer on whether the server is `serving`.
 pub(crate) async fn server(
     service: Service,
     metrics: RpcMetrics,
     doors: Doors,
     listener: TcpListener,
+    serving: bool,
     stop: CancellationToken,
     cut_off: &CancellationToken,
 ) -> Result<(Health, impl Future<Output = Result<(), ServeError>> + Send + use<>), ServeError> {
     let (reporter, health_service) = tonic_health::server::health_reporter();
     let health = Health { reporter, serving: watch::Sender::new(false) };
-    health.set(true).await;
+    health.set(serving).await;
     let described =
         if doors.reflection { Some((reflection().build_v1()?, reflection().build_v1alpha()?)) } else { None };
     let opening = Opening::new(doors.tls, doors.connection_age_max);
