@@ -105,6 +105,7 @@ fn specs(pool: usize, keys: usize) -> (PlanSpec, PoolSpec) {
         unit: unit.to_owned(),
         window: window.to_owned(),
         limit: Some(1e15),
+        ..DimensionSpec::default()
     });
     let plan = PlanSpec {
         unknown: Default::default(),

@@ -473,12 +473,11 @@ impl Directory {
     }
 
     fn update_pool(&mut self, spec: &PoolSpec, revision: u64, at: Timestamp) -> Result<Write, ChangeRefused> {
-        let pool = Pool::check("pool", spec).map_err(ChangeRefused::Invalid)?;
+        let mut pool = Pool::check("pool", spec).map_err(ChangeRefused::Invalid)?;
         let former = Arc::clone(self.pool(&pool.id)?);
         let history = former.history;
         check_revision(format_args!("pool {}", pool.id), revision, history.revision)?;
-        let kept = spec.keeping_unknown_of(&former.pool);
-        let pool = Pool::check("pool", &kept).map_err(ChangeRefused::Invalid)?;
+        pool.keep_unknown_of(&former.pool);
         self.replace(pool, PoolHistory { revision: self.revision, updated_at: at, ..history })
     }
 
@@ -543,8 +542,8 @@ impl Directory {
         let former = self.plans.get(&connection);
         let stored = former.map_or(0, |entry| entry.revision);
         check_revision(format_args!("the plan of {connection}"), revision, stored)?;
-        if let Some(former) = former.filter(|_| plan.unknown.is_empty()) {
-            plan.unknown.clone_from(&former.plan.unknown);
+        if let Some(former) = former {
+            plan.keep_unknown_of(&former.plan);
         }
         Ok(self.store_plan(plan, at))
     }

@@ -1,12 +1,12 @@
 //! What an account may use: a plan and its dimensions.
 
-use std::fmt;
+use std::{collections::BTreeMap, fmt};
 
 use serde::{Deserialize, Serialize};
 
 use super::{
     ids::{ConnectionId, Faults, InvalidField, parse_text},
-    pool::UnknownFields,
+    pool::{Unknown, UnknownFields},
     units::Unit,
     window::Window,
 };
@@ -48,7 +48,9 @@ pub struct Plan {
     /// At least one, each key once.
     pub dimensions: Vec<Dimension>,
     /// What its document says besides.
-    pub(super) unknown: UnknownFields,
+    unknown: Unknown,
+    /// What it says besides of each dimension.
+    unknown_of: BTreeMap<DimensionKey, Unknown>,
 }
 
 /// A plan as written in requests and in stored documents, not yet checked.
@@ -77,6 +79,9 @@ pub struct DimensionSpec {
     /// `None`: not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limit: Option<f64>,
+    /// What this version does not know.
+    #[serde(flatten)]
+    pub unknown: UnknownFields,
 }
 
 impl Plan {
@@ -92,6 +97,7 @@ impl Plan {
             faults.add(&field, format!("{} dimensions", spec.dimensions.len()), &accepted);
         }
         let mut dimensions: Vec<Dimension> = Vec::new();
+        let mut unknown_of = BTreeMap::new();
         for (index, spec) in spec.dimensions.iter().enumerate().take(DIMENSIONS_MAX) {
             let path = format!("{field}[{index}]");
             let Some(dimension) = faults.take_all(Dimension::check(&path, spec)) else { continue };
@@ -99,13 +105,24 @@ impl Plan {
                 faults.add(path, dimension.key.to_string(), "each unit and window at most once");
             } else {
                 dimensions.push(dimension);
+                unknown_of.insert(dimension.key, Unknown::of(&spec.unknown));
             }
         }
         let Some(connection) = connection.filter(|_| faults.is_empty()) else {
             return Err(faults.into_vec());
         };
-        let (provider, unknown) = (spec.provider.clone(), spec.unknown.clone());
-        Ok(Plan { connection, provider, dimensions, unknown })
+        let (provider, unknown) = (spec.provider.clone(), Unknown::of(&spec.unknown));
+        Ok(Plan { connection, provider, dimensions, unknown, unknown_of })
+    }
+
+    /// Keeps what `former` says and this version does not know: of the plan, and of each dimension that stays.
+    pub(super) fn keep_unknown_of(&mut self, former: &Plan) {
+        self.unknown.keep_those_of(&former.unknown);
+        for (key, unknown) in &mut self.unknown_of {
+            if let Some(former) = former.unknown_of.get(key) {
+                unknown.keep_those_of(former);
+            }
+        }
     }
 
     /// The plan as it is written in documents.
@@ -113,9 +130,14 @@ impl Plan {
         PlanSpec {
             connection_id: self.connection.to_string(),
             provider: self.provider.clone(),
-            dimensions: self.dimensions.iter().copied().map(Dimension::to_spec).collect(),
-            unknown: self.unknown.clone(),
+            dimensions: self.dimensions.iter().map(|dimension| self.dimension_spec(*dimension)).collect(),
+            unknown: self.unknown.fields(),
         }
+    }
+
+    fn dimension_spec(&self, Dimension { key, limit }: Dimension) -> DimensionSpec {
+        let unknown = self.unknown_of.get(&key).map(Unknown::fields).unwrap_or_default();
+        DimensionSpec { unit: key.unit.name().to_owned(), window: key.window.to_string(), limit, unknown }
     }
 }
 
@@ -132,14 +154,6 @@ impl Dimension {
                 Ok(Dimension { key: DimensionKey { unit, window }, limit: spec.limit })
             }
             _ => Err(faults.into_vec()),
-        }
-    }
-
-    fn to_spec(self) -> DimensionSpec {
-        DimensionSpec {
-            unit: self.key.unit.name().to_owned(),
-            window: self.key.window.to_string(),
-            limit: self.limit,
         }
     }
 

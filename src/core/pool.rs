@@ -15,6 +15,27 @@ use super::{
 /// Fields of a document that this version does not know: another one has written them, and they stay.
 pub type UnknownFields = BTreeMap<String, serde_json::Value>;
 
+/// The same where there are seldom any.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Unknown(Option<Box<UnknownFields>>);
+
+impl Unknown {
+    pub(super) fn of(fields: &UnknownFields) -> Self {
+        Self((!fields.is_empty()).then(|| Box::new(fields.clone())))
+    }
+
+    pub(super) fn fields(&self) -> UnknownFields {
+        self.0.as_deref().cloned().unwrap_or_default()
+    }
+
+    /// Where nothing is said, what `former` says stays.
+    pub(super) fn keep_those_of(&mut self, former: &Unknown) {
+        if self.0.is_none() {
+            self.clone_from(former);
+        }
+    }
+}
+
 /// Most keys of one pool.
 pub const ALLOCATIONS_MAX: usize = 10_000;
 /// Most connections of one pool.
@@ -94,7 +115,7 @@ impl FailureMode {
 }
 
 /// An absolute ceiling for one key.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Cap {
     /// Above 0, in `unit`.
     pub value: f64,
@@ -102,6 +123,8 @@ pub struct Cap {
     pub unit: Unit,
     /// Only the dimension with this window; `None`: all of the unit.
     pub window: Option<Window>,
+    /// What its document says besides.
+    unknown: Unknown,
 }
 
 impl Cap {
@@ -129,6 +152,8 @@ pub struct ModelCap {
     pub key: ModelCapKey,
     /// Above 0, in the unit.
     pub value: f64,
+    /// What its document says besides.
+    unknown: Unknown,
 }
 
 /// One key's part in a pool.
@@ -147,7 +172,7 @@ pub struct Allocation {
     /// Counted, never limited.
     pub exempt: bool,
     /// What its document says besides.
-    unknown: UnknownFields,
+    unknown: Unknown,
 }
 
 impl Allocation {
@@ -183,7 +208,7 @@ pub struct Pool {
     /// Free text to group pools by.
     pub group: String,
     /// What its document says besides.
-    unknown: UnknownFields,
+    unknown: Unknown,
     /// Keys among which the limit is split equally, if no key that is not exempt has a weight.
     equal_split: Option<u32>,
 }
@@ -275,7 +300,7 @@ impl Pool {
             failure_mode: spec.failure_mode,
             owner_reserve_e6: owner_reserve_e6 as u32,
             group: spec.group.clone(),
-            unknown: spec.unknown.clone(),
+            unknown: Unknown::of(&spec.unknown),
         })
     }
 
@@ -292,7 +317,17 @@ impl Pool {
             failure_mode: self.failure_mode,
             owner_reserve: self.owner_reserve(),
             group: self.group.clone(),
-            unknown: self.unknown.clone(),
+            unknown: self.unknown.fields(),
+        }
+    }
+
+    /// Keeps what `former` says and this version does not know: of the pool, of each key that stays, and of its caps.
+    pub(super) fn keep_unknown_of(&mut self, former: &Pool) {
+        self.unknown.keep_those_of(&former.unknown);
+        for allocation in &mut self.allocations {
+            if let Some(former) = former.allocation(allocation.api_key.as_str()) {
+                allocation.keep_unknown_of(former);
+            }
         }
     }
 
@@ -422,8 +457,20 @@ impl Allocation {
             cap,
             model_caps,
             exempt: spec.exempt,
-            unknown: spec.unknown.clone(),
+            unknown: Unknown::of(&spec.unknown),
         })
+    }
+
+    fn keep_unknown_of(&mut self, former: &Allocation) {
+        self.unknown.keep_those_of(&former.unknown);
+        if let (Some(cap), Some(former)) = (&mut self.cap, &former.cap) {
+            cap.unknown.keep_those_of(&former.unknown);
+        }
+        for cap in &mut self.model_caps {
+            if let Some(former) = former.model_caps.iter().find(|former| former.key == cap.key) {
+                cap.unknown.keep_those_of(&former.unknown);
+            }
+        }
     }
 
     fn to_spec(&self) -> AllocationSpec {
@@ -435,10 +482,11 @@ impl Allocation {
                 value: cap.value,
                 unit: cap.unit.name().to_owned(),
                 window: cap.window.map(|window| window.to_string()).unwrap_or_default(),
+                unknown: cap.unknown.fields(),
             }),
             model_caps: self.model_caps.iter().map(ModelCap::to_spec).collect(),
             exempt: self.exempt,
-            unknown: self.unknown.clone(),
+            unknown: self.unknown.fields(),
         }
     }
 }
@@ -454,7 +502,9 @@ impl Cap {
             text => faults.take(check_window(&format!("{path}.window"), text)),
         };
         match (unit, value) {
-            (Some(unit), Some(value)) if faults.is_empty() => Ok(Cap { value, unit, window }),
+            (Some(unit), Some(value)) if faults.is_empty() => {
+                Ok(Cap { value, unit, window, unknown: Unknown::of(&spec.unknown) })
+            }
             _ => Err(faults.into_vec()),
         }
     }
@@ -473,7 +523,8 @@ impl ModelCap {
         };
         match (model, unit, value, window) {
             (Some(model), Some(unit), Some(value), Some(window)) => {
-                Ok(ModelCap { key: ModelCapKey { model, dimension: DimensionKey { unit, window } }, value })
+                let key = ModelCapKey { model, dimension: DimensionKey { unit, window } };
+                Ok(ModelCap { key, value, unknown: Unknown::of(&spec.unknown) })
             }
             _ => Err(faults.into_vec()),
         }
@@ -486,6 +537,7 @@ impl ModelCap {
             value: self.value,
             unit: dimension.unit.name().to_owned(),
             window: dimension.window.to_string(),
+            unknown: self.unknown.fields(),
         }
     }
 }
@@ -518,22 +570,6 @@ pub struct PoolSpec {
     pub unknown: UnknownFields,
 }
 
-impl PoolSpec {
-    /// With what `former` says and this version does not know, for the pool and for each key that stays.
-    pub(super) fn keeping_unknown_of(&self, former: &Pool) -> PoolSpec {
-        let mut spec = self.clone();
-        if spec.unknown.is_empty() {
-            spec.unknown.clone_from(&former.unknown);
-        }
-        for allocation in spec.allocations.iter_mut().filter(|allocation| allocation.unknown.is_empty()) {
-            if let Some(former) = former.allocation(&allocation.api_key_id) {
-                allocation.unknown.clone_from(&former.unknown);
-            }
-        }
-        spec
-    }
-}
-
 /// An allocation as written, not yet checked.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -559,6 +595,8 @@ pub struct CapSpec {
     pub value: f64,
     pub unit: String,
     pub window: String,
+    #[serde(flatten)]
+    pub unknown: UnknownFields,
 }
 
 /// A model cap as written, not yet checked.
@@ -570,4 +608,6 @@ pub struct ModelCapSpec {
     pub value: f64,
     pub unit: String,
     pub window: String,
+    #[serde(flatten)]
+    pub unknown: UnknownFields,
 }

@@ -369,11 +369,12 @@ fn any_allocation(windows: &'static [&'static str]) -> impl Strategy<Value = All
         AllocationSpec {
             cap,
             model_caps: model_cap
-                .map(|CapSpec { value, unit, window }| ModelCapSpec {
+                .map(|CapSpec { value, unit, window, .. }| ModelCapSpec {
                     model: CAPPED_MODEL.to_owned(),
                     value,
                     unit,
                     window,
+                    ..Default::default()
                 })
                 .into_iter()
                 .collect(),
@@ -390,6 +391,7 @@ fn any_cap(windows: &'static [&'static str], without_window: f64) -> impl Strate
                 value,
                 unit: unit.name().to_owned(),
                 window: if any_window { String::new() } else { window.to_owned() },
+                ..Default::default()
             })
         },
     )

@@ -64,6 +64,7 @@ fn keys_with_a_model_cap() -> Vec<AllocationSpec> {
         value: 10.0,
         unit: Unit::Tokens.name().to_owned(),
         window: "hourly".to_owned(),
+        ..Default::default()
     };
     let [a, b] = keys().try_into().expect("two keys");
     vec![AllocationSpec { model_caps: vec![cap], ..a }, b]

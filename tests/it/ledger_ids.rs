@@ -51,6 +51,7 @@ fn model_capped(value: f64, window: &str) -> AllocationSpec {
         value,
         unit: Unit::Tokens.name().to_owned(),
         window: window.to_owned(),
+        ..Default::default()
     };
     AllocationSpec { model_caps: vec![cap], ..allocation("a", 50.0, "burst") }
 }

@@ -56,7 +56,7 @@ pub(crate) fn dimension(unit: Unit, window: &str) -> DimensionKey {
 }
 
 pub(crate) fn dimension_spec(unit: Unit, window: &str, limit: Option<f64>) -> DimensionSpec {
-    DimensionSpec { unit: unit.name().to_owned(), window: window.to_owned(), limit }
+    DimensionSpec { unit: unit.name().to_owned(), window: window.to_owned(), limit, ..Default::default() }
 }
 
 pub(crate) fn key(text: &str) -> ApiKeyId {

@@ -265,6 +265,7 @@ pub(crate) async fn everything(ledger: &Arc<RedisLedger>, clock: &ManualClock) -
         value: 1e9,
         unit: Unit::Tokens.name().to_owned(),
         window: "hourly".to_owned(),
+        ..Default::default()
     };
     let keys = vec![
         AllocationSpec { model_caps: vec![cap], ..allocation("a", 50.0, "hard") },

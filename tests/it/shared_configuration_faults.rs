@@ -560,7 +560,8 @@ async fn rewrite(redis: &TestRedis, name: &str, document: &str) {
 }
 
 const NEWER_POOL: &str = r#"{"pool":{"created_revision":REVISION,"created_at":1,"spec":{"pool_id":"n","name":"n",
-    "connection_ids":["n1"],"allocations":[{"api_key_id":"A","weight":100,"policy":"hard","mood":"good"}],
+    "connection_ids":["n1"],"allocations":[{"api_key_id":"A","weight":100,"policy":"hard","mood":"good",
+    "cap":{"value":50,"unit":"tokens","soft":0.8},"model_caps":[{"model":"m","value":9,"unit":"tokens","window":"60m","tint":1}]}],
     "enforcement":"enforce","failure_mode":"fail_open","flavour":{"of":[1,2.5]}}}}"#;
 
 #[tokio::test]
@@ -571,7 +572,7 @@ async fn what_a_newer_version_has_written_stays_in_documents_that_this_one_write
     let redis = TestRedis::start().await;
     let one = started(&redis.url()).await;
     write_as_newer(&redis, "pool:n", NEWER_POOL).await;
-    let plan = r#"{"plan":{"connection_id":"n1","dimensions":[{"unit":"tokens","window":"daily","limit":5}],"hue":"red"}}"#;
+    let plan = r#"{"plan":{"connection_id":"n1","dimensions":[{"unit":"tokens","window":"daily","limit":5,"burst":7}],"hue":"red"}}"#;
     write_as_newer(&redis, "plan:n1", plan).await;
     write_as_newer(&redis, "settings", r#"{"settings":{"saturation_threshold":0.5,"verve":3}}"#).await;
     until("it follows", async || one.status().await.config_revision == 3).await;
@@ -585,8 +586,12 @@ async fn what_a_newer_version_has_written_stays_in_documents_that_this_one_write
     let threshold = pb::Settings { saturation_threshold: Some(0.6), ..Default::default() };
     one.update_settings(threshold, &[]).await;
     for (name, known, unknown) in [
-        ("pool:n", "renamed", vec![r#""flavour":{"of":[1,2.5]}"#, r#""mood":"good""#]),
-        ("plan:n1", "6.0", vec![r#""hue":"red""#]),
+        (
+            "pool:n",
+            "renamed",
+            vec![r#""flavour":{"of":[1,2.5]}"#, r#""mood":"good""#, r#""soft":0.8"#, r#""tint":1"#],
+        ),
+        ("plan:n1", "6.0", vec![r#""hue":"red""#, r#""burst":7"#]),
         ("settings", "0.6", vec![r#""verve":3"#]),
     ] {
         let document = redis.cli(&["HGET", DOCUMENTS, name]).await;

@@ -51,7 +51,8 @@ fn change(step: &Step, name: &str) -> Change {
         }
         Step::PutPlan(connection, limit) => {
             let (unit, window) = ("tokens".to_owned(), "daily".to_owned());
-            let dimensions = vec![DimensionSpec { unit, window, limit: Some(f64::from(*limit)) }];
+            let dimensions =
+                vec![DimensionSpec { unit, window, limit: Some(f64::from(*limit)), ..Default::default() }];
             let connection_id = format!("c{connection}");
             Change::PutPlan {
                 spec: PlanSpec { connection_id, dimensions, ..PlanSpec::default() },

@@ -88,8 +88,12 @@ mod tests {
     }
 
     fn plan(connection: &str, limit: f64) -> PlanSpec {
-        let dimension =
-            DimensionSpec { unit: "tokens".to_owned(), window: "daily".to_owned(), limit: Some(limit) };
+        let dimension = DimensionSpec {
+            unit: "tokens".to_owned(),
+            window: "daily".to_owned(),
+            limit: Some(limit),
+            ..Default::default()
+        };
         PlanSpec { connection_id: connection.to_owned(), dimensions: vec![dimension], ..PlanSpec::default() }
     }
 

@@ -244,7 +244,7 @@ impl Mender {
 
     fn cap(&mut self, place: &str, (value, unit): (f64, String)) -> Option<CapSpec> {
         let unit = self.unit_of_cap(place, value, &unit)?;
-        Some(CapSpec { value, unit: unit.name().to_owned(), window: String::new() })
+        Some(CapSpec { value, unit: unit.name().to_owned(), window: String::new(), ..Default::default() })
     }
 
     fn unit_of_cap(&mut self, place: &str, value: f64, unit: &str) -> Option<Unit> {
@@ -274,7 +274,7 @@ impl Mender {
                 continue;
             }
             let (unit, window) = (unit.name().to_owned(), key.window.to_string());
-            caps.push(ModelCapSpec { model, value, unit, window });
+            caps.push(ModelCapSpec { model, value, unit, window, ..Default::default() });
         }
         caps
     }

@@ -258,7 +258,7 @@ fn dimensions(mender: &mut Mender, place: &str, given: &[Value]) -> Vec<Dimensio
             continue;
         }
         let limit = limit_of(mender, &place, known, limit);
-        dimensions.push((length, DimensionSpec { unit, window, limit }));
+        dimensions.push((length, DimensionSpec { unit, window, limit, ..Default::default() }));
     }
     dimensions.into_iter().map(|(_, spec)| spec).collect()
 }

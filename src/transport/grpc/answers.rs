@@ -80,7 +80,7 @@ pub(super) fn pool(entry: &PoolEntry) -> pb::Pool {
 fn allocation(allocation: &Allocation) -> pb::Allocation {
     let cap =
         |cap: &Cap| pb::Cap { value: cap.value, unit: unit(cap.unit), window: text(cap.window.as_ref()) };
-    let model_cap = |ModelCap { key, value }: &ModelCap| pb::ModelCap {
+    let model_cap = |ModelCap { key, value, .. }: &ModelCap| pb::ModelCap {
         model: key.model.to_string(),
         value: *value,
         unit: unit(key.dimension.unit),

@@ -223,6 +223,7 @@ pub(super) fn plan_spec(wire: Option<pb::Plan>) -> Checked<(PlanSpec, u64)> {
         unit: unit_name(unit),
         window,
         limit,
+        ..DimensionSpec::default()
     });
     let spec = PlanSpec { connection_id, provider, dimensions: dimensions.collect(), ..PlanSpec::default() };
     let revision = revision("plan.revision", given).map_err(|fault| vec![fault])?;
@@ -278,12 +279,18 @@ fn allocation_from(path: &str, wire: pb::Allocation, faults: &mut Faults) -> All
         value,
         unit: unit_name(unit),
         window,
+        ..ModelCapSpec::default()
     });
     AllocationSpec {
         api_key_id,
         weight,
         policy: policy.name().to_owned(),
-        cap: cap.map(|pb::Cap { value, unit, window }| CapSpec { value, unit: unit_name(unit), window }),
+        cap: cap.map(|pb::Cap { value, unit, window }| CapSpec {
+            value,
+            unit: unit_name(unit),
+            window,
+            ..CapSpec::default()
+        }),
         model_caps: model_caps.collect(),
         exempt,
         ..AllocationSpec::default()
