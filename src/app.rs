@@ -293,8 +293,9 @@ pub async fn import(config: &Config, clock: Arc<dyn Clock>, import: Import) -> R
 /// Whether everything can be done: decisions go on while the disk fails, but records are refused where they are kept
 /// there; where the configuration is not known or the counters are laid out by a newer version, nothing is decided.
 fn is_well(service: &Service) -> bool {
-    let counts_on_disk = service.driver() == StoreDriver::Sqlite;
-    !(counts_on_disk && service.sick_disk().is_some()) && !service.refuses()
+    let needs_disk = service.driver() == StoreDriver::Sqlite;
+    let lacks_disk = needs_disk && service.sick_disk().is_some();
+    !lacks_disk && !service.refuses()
 }
 
 /// Health says whether all is well.
