@@ -139,7 +139,16 @@ pub async fn start(config: Config, clock: Arc<dyn Clock>) -> Result<Running, Sta
     let (stop, cut_off) = (CancellationToken::new(), CancellationToken::new());
     metrics.observe(&service);
     let (address, http_address) = (taken.address, http.as_ref().map(|taken| taken.address));
-    let (listener, http) = (taken.listen()?, http.map(TakenAddress::listen).transpose()?);
+    let listening =
+        taken.listen().and_then(|listener| Ok((listener, http.map(TakenAddress::listen).transpose()?)));
+    let (listener, http) = match listening {
+        Ok(listening) => listening,
+        Err(error) => {
+            service.close().await;
+            store.close().await;
+            return Err(error);
+        }
+    };
     let (health, server) = grpc::server(
         service.clone(),
         metrics.rpc(),
@@ -250,8 +259,8 @@ async fn open(config: &Config, clock: Arc<dyn Clock>, counts: Counts) -> Result<
     Ok(Opened { store, service, metrics })
 }
 
-/// An address that nobody else can have. Connections are refused there until it is listened on: whoever calls a replica
-/// that is starting does not wait for it, and goes to another one.
+/// An address on which nobody listens. Connections are refused there until this replica does: whoever calls one that is
+/// starting does not wait for it, and goes to another one.
 struct TakenAddress {
     variable: &'static str,
     address: SocketAddr,
@@ -373,9 +382,11 @@ impl Running {
     pub async fn stop(self) {
         // It would say that all is well again.
         self.store_watcher.abort();
+        // It has been cancelled.
+        let _ = self.store_watcher.await;
         self.health.set(false).await;
         tokio::time::sleep(self.shutdown_delay).await;
-        for task in &self.background {
+        for task in self.background {
             task.abort();
         }
         self.stop.cancel();

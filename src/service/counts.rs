@@ -228,7 +228,8 @@ impl Service {
     /// Shared counters are out of reach: decisions follow the failure mode of each pool.
     pub fn is_degraded(&self) -> bool {
         let in_use = self.ledger_now();
-        let out_of_reach = in_use.condition().failing.is_some() || self.standing() == Standing::Unseen;
+        let Condition { failing, refuses, .. } = in_use.condition();
+        let out_of_reach = failing.is_some() && !refuses || self.standing() == Standing::Unseen;
         in_use.place.driver() == StoreDriver::Redis && out_of_reach
     }
 

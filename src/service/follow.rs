@@ -297,7 +297,7 @@ impl Service {
         let local = self.0.directory.load_full();
         let Some((next, forgotten)) = local.forgetting(self.0.clock.now()) else { return Ok(()) };
         if let Some(shared) = self.ledger().directory() {
-            if self.standing() != Standing::Current {
+            if self.standing() != Standing::Current || self.condition().failing.is_some() {
                 return Ok(());
             }
             shared.forget(&forgotten).await?;

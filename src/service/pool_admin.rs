@@ -5,6 +5,7 @@ use std::{
     time::Duration,
 };
 
+use tokio::task::JoinError;
 use uuid::Uuid;
 
 use super::{
@@ -22,7 +23,7 @@ use crate::{
         settings::{StoreDriver, StoredSettings},
         units::Timestamp,
     },
-    store::{LedgerError, SharedDirectory, StoreError},
+    store::{Condition, LedgerError, SharedDirectory, StoreError},
 };
 
 /// How often a change is tried while other replicas are quicker, and how long to wait in between.
@@ -37,8 +38,8 @@ pub enum AdminError {
     Refused(#[from] ChangeRefused),
     /// The driver or its URL would be another one here, and replicas that are live would count apart from this one.
     #[error(
-        "replicas that share these counters are live ({}): give all of them another driver or URL by \
-         QUOTA_STORE_DRIVER and QUOTA_STORE_REDIS_URL, or stop the others before",
+        "replicas that share these counters are live ({}): stop the others before, or give all of them another driver \
+         or URL by QUOTA_STORE_DRIVER and QUOTA_STORE_REDIS_URL, over which what is stored wins until it is cleared",
         .0.join(", ")
     )]
     OthersAreLive(Vec<String>),
@@ -184,12 +185,17 @@ impl Service {
             let fault = InvalidField::new("window", dimension.to_string(), accepted);
             return Err(ChangeRefused::Invalid(vec![fault]).into());
         }
-        self.ledger().reset(entry.history.created_revision, api_key, dimension).await?;
         let of_key = api_key.map_or_else(String::new, |api_key| format!(" of {api_key}"));
         let of_dimension = dimension.map_or_else(String::new, |dimension| format!(" in {dimension}"));
         let what = format!("usage{of_key}{of_dimension} in {}", DocumentName::Pool(pool.clone()));
-        author.has_reset(what, self.directory().revision());
-        Ok(())
+        let (service, life, api_key) = (self.clone(), entry.history.created_revision, api_key.cloned());
+        // It goes on when the caller hangs up, so that what was done is said.
+        let task = self.0.runtime.spawn(async move {
+            let reset = service.ledger().reset(life, api_key.as_ref(), dimension).await;
+            author.has_reset(&what, service.directory().revision(), &reset);
+            reset
+        });
+        Ok(task.await.map_err(ended)??)
     }
 
     async fn put_pool(&self, author: Author, change: Change) -> Result<Arc<PoolEntry>, AdminError> {
@@ -210,26 +216,23 @@ impl Service {
     pub(super) async fn change_all(&self, author: Author, change: Change) -> Result<Vec<Write>, AdminError> {
         let service = self.clone();
         let task = self.0.runtime.spawn(async move { service.change_in_turn(&author, change).await });
-        task.await.unwrap_or_else(|ended| {
-            let source = Arc::new(ended);
-            let (store, doing) = ("this replica", "changing the configuration");
-            Err(StoreError::Unavailable { store, doing, source }.into())
-        })
+        task.await.map_err(ended)?
     }
 
     async fn change_in_turn(&self, author: &Author, change: Change) -> Result<Vec<Write>, AdminError> {
         let _turn = self.0.turn.lock().await;
         // Not held any longer: it may be replaced, and its last user closes it.
-        let (shared, failing) = {
+        let (shared, Condition { failing, refuses, .. }) = {
             let ledger = self.ledger();
-            (ledger.directory(), ledger.condition().failing)
+            (ledger.directory(), ledger.condition())
         };
         let Some(shared) = shared else { return self.change_alone(author, change).await };
         if let Some(next) = self.own_settings_after(&change)? {
             return self.change_own_settings(author, &change, next).await;
         }
         if let Some(why) = failing {
-            return Err(LedgerError::Unreachable(why).into());
+            let refused = if refuses { LedgerError::NewerLayout(why) } else { LedgerError::Unreachable(why) };
+            return Err(refused.into());
         }
         for _ in 0..TRIES_MAX {
             match self.catch_up(&*shared).await {
@@ -253,8 +256,7 @@ impl Service {
         let Some(applied) = directory.apply(change, self.0.clock.now())? else { return Ok(Vec::new()) };
         let next = applied.next.written(write_name());
         let prepared = self.prepared(&next, asked).await?;
-        self.store(&directory, next.clone(), &applied.writes, prepared).await?;
-        author.has_changed(method, &directory, &next, &applied.writes);
+        self.store(&directory, next, &applied.writes, prepared, Some((author, method))).await?;
         Ok(applied.writes)
     }
 
@@ -277,12 +279,15 @@ impl Service {
             if let Some(prepared) = prepared {
                 prepared.withdraw().await;
             }
+            if committed.is_err() {
+                author.may_have_changed(method, &directory, &next, &applied.writes);
+            }
             return committed.map(|_| None).map_err(AdminError::from);
         }
         self.0.newest_revision.store(after.revision, Ordering::Relaxed);
         // It is made, whatever becomes of it here.
         author.has_changed(method, &directory, &next, &applied.writes);
-        self.store(&directory, next, &applied.writes, prepared).await?;
+        self.store(&directory, next, &applied.writes, prepared, None).await?;
         Ok(Some(applied.writes))
     }
 
@@ -304,8 +309,7 @@ impl Service {
         let next = directory.with_own_settings(next);
         let writes = vec![Write::PutSettings(Arc::new(next.settings_entry().clone()))];
         let prepared = self.prepared(&next, asked_driver(change)).await?;
-        self.store(&directory, next.clone(), &writes, prepared).await?;
-        author.has_changed(change.method(), &directory, &next, &writes);
+        self.store(&directory, next, &writes, prepared, Some((author, change.method()))).await?;
         Ok(writes)
     }
 
@@ -321,19 +325,23 @@ impl Service {
         }
     }
 
-    /// Makes `next` durable here and lets it decide.
+    /// Makes `next` durable here and lets it decide. Who has changed it by which method is said, if that is `unsaid`.
     async fn store(
         &self,
         directory: &Directory,
         next: Directory,
         writes: &[Write],
         prepared: Option<Prepared>,
+        unsaid: Option<(&Author, &'static str)>,
     ) -> Result<(), AdminError> {
         if let Err(error) = self.0.store.commit(directory.revision(), &next, writes).await {
             if let Some(prepared) = prepared {
                 prepared.withdraw().await;
             }
             return Err(error.into());
+        }
+        if let Some((author, method)) = unsaid {
+            author.has_changed(method, directory, &next, writes);
         }
         self.0.directory.store(Arc::new(next));
         if let Some(prepared) = prepared {
@@ -356,6 +364,12 @@ impl Service {
             tracing::warn!(error = &error as &dyn std::error::Error, "counters of a deleted pool were left");
         }
     }
+}
+
+/// What goes on without its caller has ended early.
+fn ended(task: JoinError) -> StoreError {
+    let (store, doing) = ("this replica", "making a change");
+    StoreError::Unavailable { store, doing, source: Arc::new(task) }
 }
 
 /// What a change of settings asks of the driver.

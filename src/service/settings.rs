@@ -66,7 +66,7 @@ impl Service {
         }
     }
 
-    /// Stores and forgets settings; they are in force at once. Also returns what is not as it was asked for.
+    /// Stores and forgets settings; they are in force at once. Also returns what is wrong where counters and configuration are.
     pub async fn update_settings(
         &self,
         author: Author,
@@ -199,23 +199,23 @@ impl Service {
             config_revision: self.directory().revision(),
             age_ms: 0,
         };
-        let mut all: Vec<ReplicaNote> = self.others().await;
+        let mut all = self.others().await.unwrap_or_default();
         all.push(own);
         all.sort_by(|a, b| a.replica_id.cmp(&b.replica_id));
         all
     }
 
-    /// As [`replicas`](Self::replicas), without this one. Who cannot be asked about others, or is none of theirs, knows of none.
-    pub(super) async fn others(&self) -> Vec<ReplicaNote> {
+    /// As [`replicas`](Self::replicas), without this one. Who is out of reach of others, or none of theirs, knows of none.
+    pub(super) async fn others(&self) -> Result<Vec<ReplicaNote>, StoreError> {
         let shared = {
             let ledger = self.ledger();
             ledger.directory().filter(|_| ledger.condition().failing.is_none())
         };
         let Some(shared) = shared.filter(|_| !matches!(self.standing(), Standing::Foreign { .. })) else {
-            return Vec::new();
+            return Ok(Vec::new());
         };
-        let said = shared.replicas().await.unwrap_or_default();
-        said.into_iter().filter(|note| note.replica_id != self.0.start.replica_id).collect()
+        let said = shared.replicas().await?.into_iter();
+        Ok(said.filter(|note| note.replica_id != self.0.start.replica_id).collect())
     }
 }
 

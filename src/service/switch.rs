@@ -10,7 +10,7 @@ use arc_swap::Guard;
 use tokio::time::timeout;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use super::{AdminError, Service};
+use super::{AdminError, Service, Standing};
 use crate::{
     core::{
         directory::{ChangeRefused, Directory},
@@ -122,7 +122,8 @@ impl Service {
 
     /// Those who share counters with this replica need not wait until they miss it.
     async fn leave(&self, ledger: &dyn Ledger) {
-        if let Some(shared) = ledger.directory().filter(|_| ledger.condition().failing.is_none()) {
+        let is_ours = !matches!(self.standing(), Standing::Foreign { .. });
+        if let Some(shared) = ledger.directory().filter(|_| is_ours && ledger.condition().failing.is_none()) {
             // Else they will miss it.
             let _ = shared.leave(&self.0.start.replica_id).await;
         }
@@ -145,7 +146,7 @@ impl Service {
         if place == self.ledger_now().place {
             return Ok(Prepared { fallback, opened: None });
         }
-        let others = self.others().await;
+        let others = self.others().await?;
         if !others.is_empty() {
             return Err(AdminError::OthersAreLive(
                 others.into_iter().map(|other| other.replica_id).collect(),

@@ -309,7 +309,7 @@ async fn what_has_expired_or_was_removed_has_not_vanished() {
 }
 
 #[tokio::test]
-async fn a_policy_that_evicts_is_reported_at_every_start() {
+async fn a_policy_that_evicts_is_reported_whenever_it_comes() {
     if redis_is_missing() {
         return;
     }

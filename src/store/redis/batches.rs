@@ -242,6 +242,7 @@ impl Sender {
         if self.0.stop.is_cancelled() {
             return Err(LedgerError::Unreachable(stopped()));
         }
+        self.0.health.check_layout()?;
         if slot.push(waiting)? {
             self.announce(slot);
         }

@@ -53,7 +53,7 @@ impl Drain {
         };
         loop {
             let back = self.health.back.notified();
-            let may_write = self.health.knows_layout() && self.admits.load(Ordering::Relaxed);
+            let may_write = self.health.may_write() && self.admits.load(Ordering::Relaxed);
             if may_write && !self.journal.is_empty() {
                 tokio::select! {
                     result = self.drain() => self.tell(&result),

@@ -12,9 +12,10 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use super::{
+    STORE,
     batches::{broken, failed},
     client::Failure,
-    keys::LAYOUT,
+    keys::{LAYOUT, LAYOUT_KEY},
     reach::Reach,
     slot::Slot,
     wire::Header,
@@ -22,7 +23,7 @@ use super::{
 use crate::{
     clock::Clock,
     core::{ledger::Ended, units::Timestamp},
-    store::{Losses, StoreError},
+    store::{LedgerError, Losses, StoreError},
 };
 
 /// How long the best estimate of Redis' clock is kept beside newer ones.
@@ -308,9 +309,25 @@ impl Health {
         self.knows_layout.load(Ordering::Relaxed)
     }
 
-    /// The layout of a newer version, if one has used this Redis.
-    pub(super) fn newer_layout(&self) -> Option<u64> {
-        Some(self.newer_layout.load(Ordering::Relaxed)).filter(|layout| *layout > u64::from(LAYOUT))
+    /// What this version writes is understood there.
+    pub(super) fn may_write(&self) -> bool {
+        self.knows_layout() && self.newer_layout().is_none()
+    }
+
+    /// What is wrong where a newer version has laid out the counters.
+    pub(super) fn newer_layout(&self) -> Option<StoreError> {
+        let layout = self.newer_layout.load(Ordering::Relaxed);
+        (layout > u64::from(LAYOUT)).then(|| StoreError::Corrupt {
+            store: STORE,
+            what: LAYOUT_KEY.to_owned(),
+            found: layout.to_string(),
+            expected: format!("this version knows layouts up to {LAYOUT}: upgrade this replica"),
+        })
+    }
+
+    /// Nothing is decided and nothing written there.
+    pub(super) fn check_layout(&self) -> Result<(), LedgerError> {
+        self.newer_layout().map_or(Ok(()), |error| Err(LedgerError::NewerLayout(error)))
     }
 
     pub(super) fn failing(&self) -> Option<StoreError> {

@@ -164,20 +164,12 @@ impl RedisLedger {
 
     /// The pool's slot, where it can be asked now.
     fn slot(&self, pool: PoolRevision) -> Result<Arc<Slot>, LedgerError> {
-        self.check_layout()?;
+        self.health.check_layout()?;
         let slot = self.pools.slot(pool);
         match self.why_out_of_reach(&slot) {
             Some(why) => Err(LedgerError::Unreachable(why)),
             None if slot.is_removed() => Err(LedgerError::PoolRemoved),
             None => Ok(slot),
-        }
-    }
-
-    /// Nothing is decided and nothing written where a newer version has laid out the counters.
-    fn check_layout(&self) -> Result<(), LedgerError> {
-        match self.health.newer_layout() {
-            Some(layout) => Err(LedgerError::NewerLayout(newer_layout(layout))),
-            None => Ok(()),
         }
     }
 
@@ -232,7 +224,7 @@ impl RedisLedger {
     ) -> Result<Kept<T>, LedgerError> {
         let budget = self.record_timeout();
         let _waiting = self.sender.caller();
-        self.check_layout()?;
+        self.health.check_layout()?;
         if self.why_out_of_reach(&slot).is_some() {
             return self.deferral(slot, deferred()).keep(None).await.map(|_| Kept::Journaled);
         }
@@ -417,15 +409,6 @@ fn stopping() -> LedgerError {
 
 fn not_admitted() -> StoreError {
     broken("it is not known yet whether the configuration there is this one")
-}
-
-fn newer_layout(layout: u64) -> StoreError {
-    StoreError::Corrupt {
-        store: STORE,
-        what: keys::LAYOUT_KEY.to_owned(),
-        found: layout.to_string(),
-        expected: format!("this version knows layouts up to {}: upgrade this replica", keys::LAYOUT),
-    }
 }
 
 /// Gives back the reservation of a call that nobody has got an answer of.
@@ -621,7 +604,7 @@ impl Ledger for RedisLedger {
         }
         Condition {
             refuses: self.health.newer_layout().is_some(),
-            failing: self.health.newer_layout().map(newer_layout).or_else(|| self.health.failing()),
+            failing: self.health.newer_layout().or_else(|| self.health.failing()),
             clock_steps: self.health.clock_steps(),
             open_reservations,
             remembered_ids,

@@ -52,7 +52,7 @@ pub(super) async fn probe(
             () = stop.cancelled() => return,
         }
         // Before anything was ever reached, there is more to look at.
-        if !health.knows_layout() {
+        if !health.may_write() {
             continue;
         }
         if reach.is_degraded() {
@@ -97,7 +97,7 @@ pub(super) async fn beat(
 ) {
     let mut steady_since = Instant::now();
     loop {
-        let is_in_reach = health.knows_layout() && !reach.is_degraded() && admits.load(Ordering::Relaxed);
+        let is_in_reach = health.may_write() && !reach.is_degraded() && admits.load(Ordering::Relaxed);
         let beaten =
             if is_in_reach { beat_once(&client, &health, sender).await } else { Err(Failure::NotSent) };
         match &beaten {
@@ -121,8 +121,10 @@ pub(super) async fn beat(
             () = stop.cancelled() => break,
         }
     }
-    // Where it cannot be said, the others find out.
-    let _ = client.call(replicas("ZREM", &[&sender]), BEAT_TIMEOUT).await;
+    if health.may_write() {
+        // Where it cannot be said, the others find out.
+        let _ = client.call(replicas("ZREM", &[&sender]), BEAT_TIMEOUT).await;
+    }
 }
 
 async fn beat_once(client: &Client, health: &Health, sender: [u8; 16]) -> Result<u64, Failure> {

@@ -24,7 +24,7 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(10);
 /// How long the first connection may take before its absence is something to tell.
 const FIRST_CONNECTION_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Looks at Redis after every connection, until `stop`. Call when the first one is still to come.
+/// Looks at Redis after every connection and now and then, until `stop`. Call when the first connection is still to come.
 pub(super) fn run(
     client: Client,
     health: Arc<Health>,
@@ -33,10 +33,10 @@ pub(super) fn run(
     looked: impl Fn() + Send,
 ) -> impl Future<Output = ()> + Send {
     let connected = client.connected();
-    async move { look_after_each(connected, &client, &health, &reach, &stop, looked).await }
+    async move { keep_looking(connected, &client, &health, &reach, &stop, looked).await }
 }
 
-async fn look_after_each<T: Clone>(
+async fn keep_looking<T: Clone>(
     mut connected: broadcast::Receiver<T>,
     client: &Client,
     health: &Health,
@@ -49,7 +49,6 @@ async fn look_after_each<T: Clone>(
         () = sleep(FIRST_CONNECTION_TIMEOUT) => {}
         () = stop.cancelled() => return,
     }
-    let mut is_new = true;
     loop {
         while let Err(failure) = look(client, health).await {
             health.fails(reach, &failure);
@@ -59,17 +58,19 @@ async fn look_after_each<T: Clone>(
             }
         }
         health.writes(reach);
-        if is_new {
-            looked();
+        looked();
+        loop {
+            tokio::select! {
+                next = connected.recv() => match next {
+                    Err(broadcast::error::RecvError::Closed) => return,
+                    Ok(_) | Err(broadcast::error::RecvError::Lagged(_)) => break,
+                },
+                () = sleep(LOOK_INTERVAL) => {}
+                () = stop.cancelled() => return,
+            }
+            // Whether it can be reached is for others to find out.
+            let _ = look_again(client, health).await;
         }
-        is_new = tokio::select! {
-            next = connected.recv() => match next {
-                Err(broadcast::error::RecvError::Closed) => return,
-                Ok(_) | Err(broadcast::error::RecvError::Lagged(_)) => true,
-            },
-            () = sleep(LOOK_INTERVAL) => false,
-            () = stop.cancelled() => return,
-        };
     }
 }
 
@@ -99,26 +100,42 @@ pub(super) fn hear(
 }
 
 async fn look(client: &Client, health: &Health) -> Result<(), Failure> {
-    let command = |name, args: &[&str]| {
-        let args: Vec<Bytes> = args.iter().map(|arg| Bytes::copy_from_slice(arg.as_bytes())).collect();
-        Command { name, key: Bytes::from_static(LAYOUT_KEY.as_bytes()), args }
-    };
     if let Some(now) = instant_of(client.call(command("TIME", &[]), TIMEOUT).await?) {
         health.clock_said(now);
     }
-    let layout = bytes_of(client.call(command("GET", &[LAYOUT_KEY]), TIMEOUT).await?);
-    let layout = layout.and_then(|layout| std::str::from_utf8(&layout).ok()?.parse().ok());
+    let layout = layout(client).await?;
     // Written each time: whether it can be is to be found out.
-    if layout.is_none_or(|layout: u32| layout <= LAYOUT) {
+    if layout.is_none_or(|layout| layout <= LAYOUT) {
         client.call(command("SET", &[LAYOUT_KEY, &LAYOUT.to_string()]), TIMEOUT).await?;
     }
     health.met_layout(layout.unwrap_or(LAYOUT));
+    look_at_policy(client, health).await
+}
+
+async fn look_again(client: &Client, health: &Health) -> Result<(), Failure> {
+    if let Some(layout) = layout(client).await? {
+        health.met_layout(layout);
+    }
+    look_at_policy(client, health).await
+}
+
+async fn layout(client: &Client) -> Result<Option<u32>, Failure> {
+    let layout = bytes_of(client.call(command("GET", &[LAYOUT_KEY]), TIMEOUT).await?);
+    Ok(layout.and_then(|layout| std::str::from_utf8(&layout).ok()?.parse().ok()))
+}
+
+async fn look_at_policy(client: &Client, health: &Health) -> Result<(), Failure> {
     let mut evicting = None;
     for answer in client.on_every_node(&command("INFO", &["memory"]), TIMEOUT).await {
         evicting = evicting.or(policy(&answer.map(bytes_of)?.unwrap_or_default()));
     }
     health.evicts(evicting);
     Ok(())
+}
+
+fn command(name: &'static str, args: &[&str]) -> Command {
+    let args = args.iter().map(|arg| Bytes::copy_from_slice(arg.as_bytes())).collect();
+    Command { name, key: Bytes::from_static(LAYOUT_KEY.as_bytes()), args }
 }
 
 /// The policy by which keys are evicted, if they are.

@@ -1,10 +1,15 @@
 //! Whether the file takes writes, as whoever writes there finds out.
 
+use std::time::Duration;
+
 use sqlx::{Connection, SqliteConnection, SqlitePool};
-use tokio::sync::watch;
+use tokio::{sync::watch, time::timeout};
 
 use super::unavailable;
 use crate::store::StoreError;
+
+/// A disk that takes longer takes no writes.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// See the module. Clones know the same.
 #[derive(Clone, Debug)]
@@ -58,7 +63,9 @@ impl Disk {
 
     /// Writes what would be written there and changes nothing, and tells whether that can be done.
     pub(super) async fn probe(&self, connection: &SqlitePool) {
-        self.tell(&write(connection).await.map_err(unavailable("asking whether the disk takes writes")));
+        let failed = unavailable("asking whether the disk takes writes");
+        let written = timeout(PROBE_TIMEOUT, write(connection)).await;
+        self.tell(&written.unwrap_or(Err(sqlx::Error::PoolTimedOut)).map_err(failed));
     }
 }
 

@@ -108,7 +108,7 @@ fn pause(shared: &Shared, log: &Log) -> Option<Duration> {
     if shared.disk.is_failing() { Some(PROBE_INTERVAL) } else { log.due_in() }
 }
 
-/// Waits for orders; false if there will be none. After `pause`, and when somebody else has found the disk failing, an
+/// Waits for orders; false if there will be none. After `pause`, and when somebody else has found the disk sick or well, an
 /// empty list comes by: a commit of nothing but the time and what the log has to do.
 async fn receive(
     orders: &mut mpsc::UnboundedReceiver<Order>,
