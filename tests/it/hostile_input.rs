@@ -36,7 +36,7 @@ impl std::fmt::Debug for Call {
 }
 
 proptest! {
-    #![proptest_config(Config { cases: 20, max_shrink_iters: 200, failure_persistence: None, ..Config::default() })]
+    #![proptest_config(Config { cases: 10, max_shrink_iters: 200, failure_persistence: None, ..Config::default() })]
 
     /// A refused call leaves no trace; what an accepted one leaves can be read again by the next process.
     #[test]
