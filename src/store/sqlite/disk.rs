@@ -38,6 +38,8 @@ impl Disk {
     /// Something was written, or was not. Each change is said once.
     pub(super) fn tell<T>(&self, outcome: &Result<T, StoreError>) {
         let why = match outcome {
+            // As after nearly every commit.
+            Ok(_) if !self.is_failing() => return,
             Ok(_) => None,
             // What is there is not what it should be: that is no failure of the disk.
             Err(StoreError::Corrupt { .. }) => return,
