@@ -147,10 +147,14 @@ impl Health {
     /// Something was written there. The change is said once.
     pub(super) fn writes(&self, reach: &Reach) {
         reach.answered();
-        if !reach.is_degraded() || !reach.set_degraded(false) {
+        if !reach.is_degraded() {
             return;
         }
+        // Locked before the reach changes: both go together.
         let mut outage = self.outage.lock();
+        if !reach.set_degraded(false) {
+            return;
+        }
         outage.degraded -= 1;
         if outage.degraded == 0 {
             let lasted = outage.since.elapsed();
@@ -193,8 +197,8 @@ impl Health {
     /// `is_refusal`: it is there and will not do what it is asked. Where it was gone before, that is another change to be
     /// said, since it does not pass by itself.
     fn degrade(&self, reach: &Reach, why: StoreError, is_refusal: bool) {
-        let is_change = reach.set_degraded(true);
         let mut outage = self.outage.lock();
+        let is_change = reach.set_degraded(true);
         if is_change {
             outage.degraded += 1;
             if outage.degraded == 1 {
