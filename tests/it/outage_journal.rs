@@ -62,9 +62,9 @@ async fn a_record_that_was_under_way_when_redis_fell_silent_counts_at_its_time()
     let mut team = Team::new(&ledger, pool(keys), vec![dimension_spec(Unit::Tokens, "2s", Some(1e9))]);
     team.record(&a(0), "", "").await.expect("an answer");
     proxy.hang(true);
-    let sent = proxy.requests();
+    let sent = proxy.requests(&team.hash());
     assert_journaled(&team.record(&a(600), "", "").await);
-    let is_under_way = proxy.requests() > sent && journal.all()[0].batch.is_some();
+    let is_under_way = proxy.requests(&team.hash()) > sent && journal.all()[0].batch.is_some();
     tokio::time::sleep(2 * WINDOW).await;
     // What was under way never arrives; it is sent again.
     proxy.cut().await;
@@ -441,9 +441,10 @@ async fn a_ledger_that_closes_leaves_the_journal_to_others_when_it_has_all_that_
     until("it is reached", async || failing(&ledger).is_empty()).await;
     let mut team = Team::usual(&ledger, 1e9);
     proxy.hang(true);
-    let sent = proxy.requests();
+    let hash = team.hash();
+    let sent = proxy.requests(&hash);
     let calling = tokio::spawn(async move { team.record(&a(1), "", "").await });
-    until("it is on its way", async || proxy.requests() > sent).await;
+    until("it is on its way", async || proxy.requests(&hash) > sent).await;
     let closing = tokio::spawn(async move { ledger.close().await });
     let _turn = journal.turn().await;
     assert_eq!(journal.len(), 1);

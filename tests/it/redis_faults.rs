@@ -175,10 +175,10 @@ async fn an_enforcement_whose_caller_hangs_up_holds_nothing_in_the_end() {
     let ledger = reached(&proxy.url(), standing()).await;
     let mut team = Team::usual(&ledger, 100.0);
     proxy.hang(true);
-    let sent = proxy.requests();
+    let sent = proxy.requests(&team.hash());
     let mut on_its_way = team.clone();
     let on_its_way = tokio::spawn(async move { on_its_way.must_hold(&a(1), HOUR_MS).await });
-    until("it is on its way", async || proxy.requests() > sent).await;
+    until("it is on its way", async || proxy.requests(&team.hash()) > sent).await;
     team.rig.skip_names(1);
     let mut waiting = team.clone();
     let waiting = tokio::spawn(async move { waiting.must_hold(&a(1), HOUR_MS).await });
@@ -517,8 +517,8 @@ async fn closing_waits_for_what_was_asked_and_what_is_asked_later_fails() {
     proxy.delay(Duration::from_millis(300));
     let mut calling = team.clone();
     let calling = tokio::spawn(async move { calling.record(&a(1), "", "").await });
-    let sent = proxy.requests();
-    until("it is on its way", async || proxy.requests() > sent).await;
+    let sent = proxy.requests(&team.hash());
+    until("it is on its way", async || proxy.requests(&team.hash()) > sent).await;
     ledger.close().await;
     assert_eq!(calling.await.expect("no panic").expect("it was waited for"), COUNTED);
     let asked = Instant::now();

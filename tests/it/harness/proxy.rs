@@ -1,6 +1,7 @@
 //! A connection that fails in a given way, at a given time: a proxy that knows bytes and no protocol.
 
 use std::{
+    collections::HashMap,
     io,
     net::{Ipv4Addr, SocketAddr},
     sync::{
@@ -52,7 +53,7 @@ impl Proxy {
             faults: watch::Sender::default(),
             losing: Mutex::default(),
             connections: AtomicU64::new(0),
-            requests: AtomicU64::new(0),
+            requests: Mutex::default(),
             answers: AtomicU64::new(0),
         };
         let mut proxy = Self {
@@ -78,9 +79,10 @@ impl Proxy {
         self.line.connections.load(Ordering::SeqCst)
     }
 
-    /// How many chunks clients have sent. What is sent at once is one chunk, as a rule.
-    pub(crate) fn requests(&self) -> u64 {
-        self.line.requests.load(Ordering::SeqCst)
+    /// How many chunks clients have sent that say `part`, from the first such question on; other requests may go by.
+    pub(crate) fn requests(&self, part: &str) -> u64 {
+        let mut counted = self.line.requests.lock().expect("nobody panics with it in hand");
+        *counted.entry(part.to_owned()).or_default()
     }
 
     /// How many chunks the server has sent, whether or not they were passed on.
@@ -198,7 +200,8 @@ struct Line {
     faults: watch::Sender<Faults>,
     losing: Mutex<Losing>,
     connections: AtomicU64,
-    requests: AtomicU64,
+    /// By what they say.
+    requests: Mutex<HashMap<String, u64>>,
     answers: AtomicU64,
 }
 
@@ -219,11 +222,16 @@ impl Line {
         let (answers, answers_out) = mpsc::channel(ON_THE_WAY_MAX);
         let ends = AtomicBool::new(false);
         let requests = futures::future::try_join(
-            self.read(from_client, &self.requests, |_| false, requests),
+            self.read(from_client, |bytes| self.count_request(bytes), |_| false, requests),
             self.write_requests(requests_out, to_server, &ends),
         );
         let answers = futures::future::try_join(
-            self.read(from_server, &self.answers, |faults| faults.swallow, answers),
+            self.read(
+                from_server,
+                |_| drop(self.answers.fetch_add(1, Ordering::SeqCst)),
+                |faults| faults.swallow,
+                answers,
+            ),
             self.write_answers(answers_out, to_client, &ends),
         );
         tokio::select! {
@@ -235,7 +243,7 @@ impl Line {
     async fn read(
         &self,
         mut from: OwnedReadHalf,
-        count: &AtomicU64,
+        count: impl Fn(&[u8]),
         is_lost: fn(Faults) -> bool,
         chunks: mpsc::Sender<Chunk>,
     ) -> io::Result<()> {
@@ -247,11 +255,18 @@ impl Line {
             }
             // Counted when it is settled whether it is lost, so that whoever sees the count may end the fault.
             let faults = *self.faults.borrow();
-            count.fetch_add(1, Ordering::SeqCst);
+            count(&buffer[..read]);
             let chunk = (Instant::now() + faults.delay, buffer[..read].to_vec());
             if !is_lost(faults) && chunks.send(chunk).await.is_err() {
                 return Ok(());
             }
+        }
+    }
+
+    fn count_request(&self, bytes: &[u8]) {
+        let mut counted = self.requests.lock().expect("nobody panics with it in hand");
+        for (part, count) in &mut *counted {
+            *count += u64::from(bytes.windows(part.len()).any(|some| some == part.as_bytes()));
         }
     }
 
