@@ -36,7 +36,7 @@ pub enum Standing {
     Unseen,
     /// It is the same, or follows within a second.
     Current,
-    /// It is the same up to a revision, after which there is something that this version cannot take.
+    /// It is the same up to a revision, after which a part is gone or something that this version cannot take.
     Behind(String),
     /// The store has another one, and nothing is decided here.
     Foreign {
@@ -53,6 +53,9 @@ pub(super) enum FollowError {
     /// A store gave no answer.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// Which configuration is there cannot be read.
+    #[error(transparent)]
+    Headless(StoreError),
     /// A document is none for this version.
     #[error("the shared configuration has something that this version cannot take: {0}")]
     Refused(#[from] ChangeRefused),
@@ -70,7 +73,7 @@ pub(super) enum FollowError {
 impl From<FollowError> for AdminError {
     fn from(error: FollowError) -> Self {
         match error {
-            FollowError::Store(error) => AdminError::Store(error),
+            FollowError::Store(error) | FollowError::Headless(error) => AdminError::Store(error),
             error => {
                 let (store, doing) = ("this replica", "following the shared configuration");
                 StoreError::Unavailable { store, doing, source: Arc::new(error) }.into()
@@ -97,11 +100,17 @@ impl Service {
                 (ledger.directory(), ledger.condition().failing)
             };
             let Some(shared) = shared.filter(|_| failing.is_none()) else { return };
-            // What is wrong is said where it is found out.
-            let _ = self.catch_up(&*shared).await;
+            // What lasts is said where it is found out.
+            if let Err(error) = self.catch_up(&*shared).await {
+                tracing::debug!(
+                    error = &error as &dyn std::error::Error,
+                    "the shared configuration was not followed"
+                );
+            }
             shared
         };
-        if !matches!(self.standing(), Standing::Current | Standing::Behind(_)) {
+        let shares = matches!(self.standing(), Standing::Current | Standing::Behind(_));
+        if !shares || !self.directory().is_known() {
             // To others it is none of theirs.
             return;
         }
@@ -135,14 +144,21 @@ impl Service {
                 let ours = self.directory().origin().lineage.clone();
                 Standing::Foreign { ours, theirs: theirs.clone() }
             }
-            Err(FollowError::Refused(refused)) => Standing::Behind(refused.to_string()),
-            Err(FollowError::Store(corrupt @ StoreError::Corrupt { .. })) => {
-                Standing::Behind(corrupt.to_string())
+            // As far as is known, it is still the other one.
+            Err(FollowError::Headless(_)) if matches!(self.standing(), Standing::Foreign { .. }) => {
+                return result;
             }
+            Err(
+                why @ (FollowError::Refused(_)
+                | FollowError::Headless(_)
+                | FollowError::Store(StoreError::Corrupt { .. })),
+            ) => Standing::Behind(why.to_string()),
             // Nothing new is known.
             Err(FollowError::Store(StoreError::Unavailable { .. }) | FollowError::Busy) => return result,
         };
-        shared.admit(!matches!(standing, Standing::Foreign { .. }));
+        if !matches!(result, Err(FollowError::Headless(_))) {
+            shared.admit(!matches!(standing, Standing::Foreign { .. }));
+        }
         self.stands(standing);
         result
     }
@@ -156,6 +172,11 @@ impl Service {
     pub(super) fn stands_before(&self, shared: bool) {
         self.0.newest_revision.store(0, Ordering::Relaxed);
         self.stands(if shared { Standing::Unseen } else { Standing::Alone });
+    }
+
+    /// By what this replica decides while it cannot follow.
+    pub(super) fn decides_meanwhile(&self) -> &'static str {
+        if self.directory().is_known() { "decides by an older one" } else { "has none to decide by" }
     }
 
     /// Each change is said once.
@@ -181,10 +202,8 @@ impl Service {
                 );
             }
             Standing::Behind(why) => {
-                tracing::warn!(
-                    why,
-                    "the shared configuration cannot be followed: this replica decides by an older one"
-                );
+                let meanwhile = self.decides_meanwhile();
+                tracing::warn!(why, "the shared configuration cannot be followed: this replica {meanwhile}");
             }
             Standing::Current => {
                 let revision = self.directory().revision();
@@ -196,7 +215,11 @@ impl Service {
 
     async fn meet(&self, shared: &dyn SharedDirectory) -> Result<(), FollowError> {
         let local = self.0.directory.load_full();
-        let Some(theirs) = shared.head().await? else { return self.found(shared, &local).await };
+        let theirs = shared.head().await.map_err(|error| match error {
+            corrupt @ StoreError::Corrupt { .. } => FollowError::Headless(corrupt),
+            error => error.into(),
+        })?;
+        let Some(theirs) = theirs else { return self.found(shared, &local).await };
         let own = match local.head() {
             Some(own) if own.lineage == theirs.lineage => own,
             None if local.is_bare() => return self.join(shared, &local).await,

@@ -175,11 +175,12 @@ impl Service {
                 ));
             }
             Standing::Behind(why) => warnings.push(format!(
-                "the shared configuration has something that this version cannot take, and this replica decides by an \
-                 older revision: {why}"
+                "the shared configuration cannot be followed, and this replica {}: {why}",
+                self.decides_meanwhile()
             )),
             Standing::Unseen => warnings.push(
-                "the configuration that replicas share has not been seen since this replica started".to_owned(),
+                "the configuration that replicas share has not been seen since this replica started"
+                    .to_owned(),
             ),
             Standing::Alone | Standing::Current => {}
         }

@@ -39,6 +39,8 @@ enum Lost {
 #[derive(Debug, Default)]
 struct State {
     lost: Option<Lost>,
+    is_unreadable: bool,
+    admits: bool,
     head: Option<Head>,
     documents: Documents,
     writes: BTreeMap<u64, String>,
@@ -59,7 +61,12 @@ impl MemoryShared {
 #[async_trait]
 impl SharedDirectory for MemoryShared {
     async fn head(&self) -> Result<Option<Head>, StoreError> {
-        Ok(self.0.lock().head.clone())
+        let state = self.0.lock();
+        if state.is_unreadable {
+            let (what, found, expected) = ("a head".to_owned(), "text".to_owned(), "a head".to_owned());
+            return Err(StoreError::Corrupt { store: "the test", what, found, expected });
+        }
+        Ok(state.head.clone())
     }
 
     async fn write_at(&self, revision: u64) -> Result<Option<String>, StoreError> {
@@ -108,7 +115,9 @@ impl SharedDirectory for MemoryShared {
         unreachable!()
     }
 
-    fn admit(&self, _: bool) {}
+    fn admit(&self, is_right: bool) {
+        self.0.lock().admits = is_right;
+    }
 }
 
 /// A replica with nothing of its own, which follows what is shared there until it is dropped.
@@ -117,10 +126,14 @@ struct Replica {
     following: JoinHandle<()>,
 }
 
+fn service_on(shared: &Arc<MemoryShared>, directory: Directory) -> Service {
+    let ledger = HeldLedger::sharing(Arc::clone(shared) as _);
+    service_of(directory, &ledger, &Stores::with(&ledger))
+}
+
 impl Replica {
     fn on(shared: &Arc<MemoryShared>) -> Self {
-        let ledger = HeldLedger::sharing(Arc::clone(shared) as _);
-        let service = service_of(Directory::default(), &ledger, &Stores::with(&ledger));
+        let service = service_on(shared, Directory::default());
         let following = tokio::spawn(service.clone().follow());
         Self { service, following }
     }
@@ -184,6 +197,27 @@ async fn empty_after(wait_ms: u64) {
     fresh.until(|of| of.service.standing() != Standing::Unseen).await;
     assert!(fresh.has("p") && is_current(&fresh), "{:?}", fresh.service.standing());
     assert_eq!(one.service.directory().head(), fresh.service.directory().head());
+}
+
+#[tokio::test]
+async fn a_head_that_cannot_be_read_lets_nobody_in_and_keeps_nobody_out() {
+    let shared: Arc<MemoryShared> = Arc::default();
+    let (one, stranger) = (
+        service_on(&shared, Directory::default().of_lineage("one".to_owned())),
+        service_on(&shared, Directory::default().of_lineage("another".to_owned())),
+    );
+    let looked = async |of: &Service, is_unreadable: bool| {
+        shared.0.lock().is_unreadable = is_unreadable;
+        of.follow_once().await;
+        (of.standing(), shared.0.lock().admits)
+    };
+    assert_eq!(looked(&one, false).await, (Standing::Current, true));
+    let unread = looked(&one, true).await;
+    assert!(matches!(unread, (Standing::Behind(_), true)), "{unread:?}");
+
+    let seen = looked(&stranger, false).await;
+    assert!(matches!(seen, (Standing::Foreign { .. }, false)), "{seen:?}");
+    assert_eq!(looked(&stranger, true).await, seen);
 }
 
 #[tokio::test]

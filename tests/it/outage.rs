@@ -380,6 +380,7 @@ async fn what_waits_for_a_dead_redis_is_counted_once_where_counters_are_kept_nex
     server.update_settings(redis_at(&redis.url()), &[]).await;
     server.until_counters_are_in_reach().await;
     server.record("A", "c1", requests(1)).await;
+    server.until_the_journal_is_empty().await;
     redis.kill();
     for _ in 0..30 {
         assert!(server.record("A", "c1", requests(1)).await.journaled);

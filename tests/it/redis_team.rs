@@ -197,16 +197,17 @@ impl Team {
         self.ledger.usage(self.rig.life, &entry.dimension_keys(), &entry.pool.connections, false).await
     }
 
+    /// Asks again where a connection was lost.
     pub(crate) async fn usage(&self) -> UsageReading {
-        self.try_usage().await.expect("an answer")
+        answered(async || self.try_usage().await).await
     }
 
-    /// `(consumed, reserved)` of the pool in its first dimension.
+    /// `(consumed, reserved)` of the pool in its first dimension. Asks again where a connection was lost.
     pub(crate) async fn total(&self) -> (f64, f64) {
         let entry = self.rig.entry();
         let dimension = entry.dimension_keys()[0];
-        let read = self.ledger.totals(self.rig.life, &[dimension], &entry.pool.connections).await;
-        let (at, counters) = read.expect("an answer");
+        let read = async || self.ledger.totals(self.rig.life, &[dimension], &entry.pool.connections).await;
+        let (at, counters) = answered(read).await;
         let level = counters[0].level(dimension, None, at);
         (level.pool_consumed, level.pool_reserved)
     }
@@ -248,6 +249,19 @@ impl Team {
     /// A cost to count.
     pub(crate) fn cost(&mut self, call: &Call, idempotency_key: &str, reservation: &str) -> Asked {
         Asked::Record(self.rig.consumption(call, idempotency_key, reservation))
+    }
+}
+
+/// Reads again for as long as nothing is heard.
+async fn answered<T>(read: impl AsyncFn() -> Result<T, LedgerError>) -> T {
+    let asked = Instant::now();
+    loop {
+        match read().await {
+            Err(LedgerError::Unreachable(_)) if asked.elapsed() < PATIENCE => {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            answer => return answer.expect("an answer"),
+        }
     }
 }
 

@@ -22,10 +22,8 @@ use crate::harness::{
     pb::settings::StoreDriver, pool, redis_is_missing, refusal, run, tokens, told,
 };
 
-pub(crate) const HEAD: &str = "quota-share:{configuration}:head";
-pub(crate) const DOCUMENTS: &str = "quota-share:{configuration}:documents";
-pub(crate) const ORDER: &str = "quota-share:{configuration}:order";
-pub(crate) const WRITES: &str = "quota-share:{configuration}:writes";
+/// Where Redis has all of it.
+pub(crate) const CONFIGURATION: &str = "quota-share:{configuration}";
 
 /// What is stored in a data directory, also while a service has it.
 pub(crate) async fn stored(data_dir: &Path) -> Directory {
@@ -384,13 +382,19 @@ async fn deletions_are_forgotten_after_90_days_here_and_in_redis() {
     // Of the first it is 90 days ago then, of the second a day less.
     server.wait(87 * DAY_MS);
     server.restart().await;
-    let in_redis = async |name: &str| redis.cli(&["HEXISTS", DOCUMENTS, name]).await == "1";
+    let in_redis = async |name: &str| redis.cli(&["HEXISTS", CONFIGURATION, name]).await == "1";
     until("it is forgotten", async || !in_redis("pool:p").await).await;
     until("here, too", async || stored(server.data_dir()).await.deletion(&name("pool:p")).is_none()).await;
     assert!(in_redis("pool:q").await && in_redis("pool:back").await);
     assert!(stored(server.data_dir()).await.deletion(&name("pool:q")).is_some());
     // Who was before the deletion cannot follow past it.
-    let writes = redis.cli(&["ZRANGE", WRITES, "0", "-1", "WITHSCORES"]).await;
-    let oldest: u64 = writes.lines().nth(1).unwrap().parse().unwrap();
-    assert_eq!(oldest, 2, "{writes}");
+    let fields = redis.cli(&["HKEYS", CONFIGURATION]).await;
+    let of = |kind: &str| -> Vec<u64> {
+        let mut of: Vec<u64> =
+            fields.lines().filter_map(|field| field.strip_prefix(kind)?.parse().ok()).collect();
+        of.sort_unstable();
+        of
+    };
+    // What is remembered of a document goes with it.
+    assert_eq!((of("write:"), of("at:")), (vec![2, 3, 4, 5, 6, 7], vec![4, 7]), "{fields}");
 }

@@ -21,11 +21,12 @@ use crate::{
         redis_is_missing, refusal, run, spent, tokens, told,
     },
     redis_team::{reached, standing},
-    shared_configuration::{DOCUMENTS, HEAD, ORDER, WRITES, export, name, stored, until, until_alike},
+    shared_configuration::{CONFIGURATION, export, name, stored, until, until_alike},
     sick_disk::{BREAK, MEND, sql},
 };
 
-const KEYS: [&str; 4] = [HEAD, DOCUMENTS, ORDER, WRITES];
+/// What replicas say of themselves.
+const REPLICAS: &str = "quota-share:{configuration}:replicas";
 
 async fn started(url: &str) -> TestServer {
     TestServer::start_on(url, Arc::new(SystemClock)).await
@@ -36,30 +37,26 @@ async fn create(client: &Client, id: &str, connection: &'static str) -> pb::Pool
 }
 
 /// All of the configuration in Redis, to be compared.
-async fn dump(redis: &TestRedis) -> [String; 4] {
-    let head = redis.cli(&["HGETALL", HEAD]).await;
-    let mut documents: Vec<String> =
-        redis.cli(&["HGETALL", DOCUMENTS]).await.lines().map(str::to_owned).collect();
-    documents.sort();
-    let order = redis.cli(&["ZRANGE", ORDER, "0", "-1", "WITHSCORES"]).await;
-    [head, documents.join("\n"), order, redis.cli(&["ZRANGE", WRITES, "0", "-1", "WITHSCORES"]).await]
+async fn dump(redis: &TestRedis) -> Vec<String> {
+    let script = "local all, fields = redis.call('HGETALL', KEYS[1]), {}
+        for index = 1, #all, 2 do fields[#fields + 1] = all[index] .. '=' .. all[index + 1] end
+        table.sort(fields)
+        return fields";
+    redis.cli(&["EVAL", script, "1", CONFIGURATION]).await.lines().map(str::to_owned).collect()
 }
 
 /// Keeps the configuration that is there, so that it can be set back.
 async fn keep(redis: &TestRedis) {
-    for key in KEYS {
-        redis.cli(&["COPY", key, key, "DB", "1", "REPLACE"]).await;
-    }
+    redis.cli(&["COPY", CONFIGURATION, CONFIGURATION, "DB", "1", "REPLACE"]).await;
 }
 
 /// Sets all of Redis back to what was kept, at one instant, as a restored dump does.
 async fn set_back(redis: &TestRedis) {
     let script = "redis.call('FLUSHDB'); redis.call('SELECT', 1)
-        local kept = {}
-        for index, key in ipairs(KEYS) do kept[index] = redis.call('DUMP', key) end
+        local kept = redis.call('DUMP', KEYS[1])
         redis.call('SELECT', 0)
-        for index, key in ipairs(KEYS) do redis.call('RESTORE', key, 0, kept[index]) end";
-    redis.cli(&["EVAL", script, "4", KEYS[0], KEYS[1], KEYS[2], KEYS[3]]).await;
+        redis.call('RESTORE', KEYS[1], 0, kept)";
+    redis.cli(&["EVAL", script, "1", CONFIGURATION]).await;
 }
 
 #[tokio::test]
@@ -110,7 +107,7 @@ async fn a_flushed_redis_gets_everything_back_and_no_deletion_is_undone() {
     heard.restart().await;
 
     redis.cli(&["FLUSHALL"]).await;
-    until("it is back", async || redis.cli(&["HEXISTS", DOCUMENTS, "pool:new"]).await == "1").await;
+    until("it is back", async || redis.cli(&["HEXISTS", CONFIGURATION, "pool:new"]).await == "1").await;
     away.restart().await;
     one.restart().await;
     let documents = until_alike(&[one.data_dir(), away.data_dir(), heard.data_dir()]).await;
@@ -545,18 +542,18 @@ async fn a_replica_that_is_killed_amidst_writes_agrees_with_the_others() {
 
 /// Writes a document as a newer version of the program would.
 async fn write_as_newer(redis: &TestRedis, name: &str, content: &str) {
-    let revision: u64 = redis.cli(&["HGET", HEAD, "revision"]).await.parse().expect("a revision");
+    let revision: u64 = redis.cli(&["HGET", CONFIGURATION, "revision"]).await.parse().expect("a revision");
     let (next, write) = ((revision + 1).to_string(), format!("newer-{revision}"));
     let content = content.replace("REVISION", &next);
     let document = format!(r#"{{"revision":{next},"written_at":1,"content":{content}}}"#);
-    rewrite(redis, name, &document).await;
-    redis.cli(&["ZADD", ORDER, &next, name]).await;
-    redis.cli(&["ZADD", WRITES, &next, &format!("{next}:{write}")]).await;
-    redis.cli(&["HSET", HEAD, "revision", &next, "write", &write]).await;
+    let script = "local hash, name, document, revision, write = KEYS[1], unpack(ARGV)
+        redis.call('HSET', hash, name, document, 'at:' .. revision, name, 'write:' .. revision, write)
+        redis.call('HSET', hash, 'revision', revision, 'write', write)";
+    redis.cli(&["EVAL", script, "1", CONFIGURATION, name, &document, &next, &write]).await;
 }
 
 async fn rewrite(redis: &TestRedis, name: &str, document: &str) {
-    redis.cli(&["HSET", DOCUMENTS, name, document]).await;
+    redis.cli(&["HSET", CONFIGURATION, name, document]).await;
 }
 
 const NEWER_POOL: &str = r#"{"pool":{"created_revision":REVISION,"created_at":1,"spec":{"pool_id":"n","name":"n",
@@ -594,7 +591,7 @@ async fn what_a_newer_version_has_written_stays_in_documents_that_this_one_write
         ("plan:n1", "6.0", vec![r#""hue":"red""#, r#""burst":7"#]),
         ("settings", "0.6", vec![r#""verve":3"#]),
     ] {
-        let document = redis.cli(&["HGET", DOCUMENTS, name]).await;
+        let document = redis.cli(&["HGET", CONFIGURATION, name]).await;
         assert!(document.contains(known), "{document}");
         unknown.iter().for_each(|of| assert!(document.contains(of), "{of} is not in {document}"));
     }
@@ -619,7 +616,8 @@ async fn a_document_that_this_version_cannot_take_is_a_warning_and_decisions_go_
     create(&one, "p", "c1").await;
     write_as_newer(&redis, "pool:n", NEWER_POOL).await;
     until("it follows", async || one.status().await.config_revision == 2).await;
-    let good = redis.cli(&["HGET", DOCUMENTS, "pool:n"]).await.replace("\"revision\":2", "\"revision\":3");
+    let good =
+        redis.cli(&["HGET", CONFIGURATION, "pool:n"]).await.replace("\"revision\":2", "\"revision\":3");
     write_as_newer(&redis, "pool:n", "[]").await;
     let documents = [
         good.replace("\"enforce\"", "\"persuade\""),
@@ -635,7 +633,8 @@ async fn a_document_that_this_version_cannot_take_is_a_warning_and_decisions_go_
     ];
     let behind = async |client: &Client| {
         let status = client.status().await;
-        status.config_revision == 2 && status.warnings.iter().any(|of| of.contains("cannot take"))
+        status.config_revision == 2
+            && status.warnings.iter().any(|of| of.contains("cannot be followed, and this replica decides"))
     };
     for document in &documents {
         assert_ne!(*document, good);
@@ -659,11 +658,62 @@ async fn a_document_that_this_version_cannot_take_is_a_warning_and_decisions_go_
     until_alike(&[one.data_dir(), fresh.data_dir()]).await;
     until("it is ready", async || fresh.is_serving().await).await;
 
-    // Keys of another kind, and a head that is none.
-    redis.cli(&["SET", DOCUMENTS, "text"]).await;
-    redis.cli(&["HSET", HEAD, "revision", "99999999999999999999"]).await;
+    // A head that is none.
+    redis.cli(&["HSET", CONFIGURATION, "revision", "99999999999999999999"]).await;
     until("it says so", async || !one.status().await.warnings.is_empty()).await;
     assert_eq!(one.enforce("A", "c1", None).await.pool_id, "p");
+}
+
+/// Redis evicts keys, whole: the documents must not go before their head.
+#[tokio::test]
+async fn a_configuration_in_redis_goes_as_a_whole_and_one_that_lacks_a_document_is_not_taken_for_all_of_it() {
+    if redis_is_missing() {
+        return;
+    }
+    let redis = TestRedis::start().await;
+    let mut one = started(&redis.url()).await;
+    for (id, connection) in [("p", "c1"), ("q", "c2"), ("r", "c3")] {
+        create(&one, id, connection).await;
+    }
+    one.delete_pool("r").await;
+    one.put_allocation("p", hard("B", 0.0)).await;
+    let keys = async || {
+        let mut keys: Vec<String> =
+            redis.cli(&["KEYS", "*configuration*"]).await.lines().map(str::to_owned).collect();
+        keys.sort();
+        keys
+    };
+    until("there is one key", async || keys().await == [CONFIGURATION, REPLICAS]).await;
+    // Of former writes only the last is known where it is put back.
+    let lasting = async || -> Vec<String> {
+        dump(&redis).await.into_iter().filter(|field| !field.starts_with("write:")).collect()
+    };
+    let all = lasting().await;
+    redis.cli(&["UNLINK", CONFIGURATION]).await;
+    until("it is put back", async || lasting().await == all).await;
+    one.stop().await;
+
+    let document = redis.cli(&["HGET", CONFIGURATION, "pool:q"]).await;
+    redis.cli(&["HDEL", CONFIGURATION, "pool:q"]).await;
+    let left = dump(&redis).await;
+    let url = redis.url();
+    let fresh = TestProcess::start_with(&on(&url)).await;
+    until("it says so", async || fresh.log().contains("no pool:q")).await;
+    let asked = refusal(fresh.quota().enforce(ask("A", "c1", None)).await);
+    assert_eq!((asked.code, asked.reason.as_str()), (Code::Unavailable, "NO_CONFIGURATION"));
+    assert!(!fresh.is_serving().await);
+    let warnings = fresh.status().await.warnings;
+    assert!(warnings.iter().any(|of| of.contains("this replica has none to decide by")), "{warnings:?}");
+    assert_eq!(dump(&redis).await, left, "it touches nothing");
+    redis.cli(&["HSET", CONFIGURATION, "pool:q", &document]).await;
+    until("it is ready", async || fresh.is_serving().await).await;
+    assert_eq!(fresh.enforce("A", "c2", None).await.pool_id, "q");
+
+    redis.cli(&["SET", CONFIGURATION, "text"]).await;
+    until("it says so", async || fresh.log().contains("WRONGTYPE")).await;
+    assert_eq!(fresh.enforce("A", "c2", None).await.pool_id, "q");
+    redis.cli(&["UNLINK", CONFIGURATION]).await;
+    until("it is put back", async || lasting().await == all).await;
 }
 
 /// A server on SQLite with so many pools.
@@ -715,7 +765,8 @@ async fn many_pools_are_published_and_taken_over() {
     let one = with_many_pools(pools).await;
     let began = Instant::now();
     to_redis(&one, redis.url()).await;
-    until("it is there", async || redis.cli(&["HLEN", DOCUMENTS]).await == pools.to_string()).await;
+    until("it is there", async || redis.cli(&["HGET", CONFIGURATION, "revision"]).await == pools.to_string())
+        .await;
     println!("{pools} pools were published after {:?}", began.elapsed());
     println!("{}", redis.cli(&["SLOWLOG", "GET", "2"]).await.chars().take(200).collect::<String>());
     let began = Instant::now();

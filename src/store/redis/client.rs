@@ -126,7 +126,7 @@ impl Failure {
     }
 
     /// Redis is fine, but for what it holds under one key.
-    fn is_of_one_key(&self) -> bool {
+    pub(super) fn is_of_one_key(&self) -> bool {
         matches!(self, Failure::Refused { word, .. } if word == "WRONGTYPE")
     }
 

@@ -27,52 +27,107 @@ use crate::{
     store::{ReplicaNote, SharedDirectory, StoreError},
 };
 
-/// `lineage`, `revision` and `write`; the tag keeps all of it in one slot.
-const HEAD: &str = "quota-share:{configuration}:head";
-/// Documents by name.
-const DOCUMENTS: &str = "quota-share:{configuration}:documents";
-/// Their names by revision.
-const ORDER: &str = "quota-share:{configuration}:order";
-/// The names of the last writes by revision.
-const WRITES: &str = "quota-share:{configuration}:writes";
-/// Redis orders by doubles, which are exact up to here.
+/// All of the configuration, in one key: what Redis loses of it, it loses whole. Fields: `lineage`, `revision` and `write` are
+/// the head, each document has its name, `at:R` are the names of those that were written last at revision R, one a line, and
+/// `write:R` is the name of the write that led there.
+const CONFIGURATION: &str = "quota-share:{configuration}";
+/// Lua counts by doubles, which are exact up to here.
 const REVISION_MAX: u64 = 1 << 53;
 /// How many writes are remembered by name.
-const WRITES_MAX: u64 = 1_000;
-/// Documents that are read together.
-const PAGE: usize = 500;
+const WRITES_MAX: &str = "1000";
+/// How many documents, and how many revisions, a page has about.
+const PAGE: &str = "500";
+const PAGE_REVISIONS: &str = "50000";
 /// How long a read or a write may take; a configuration of 100,000 pools is some ten megabytes.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long it may take to find out who is there: somebody waits for it who wants to know what is wrong.
 const LOOK_TIMEOUT: Duration = Duration::from_millis(500);
 
+/// What the scripts that write begin with.
+const WRITING: &str = "
+local hash = KEYS[1]
+local head = redis.call('HMGET', hash, 'lineage', 'revision', 'write')
+
+local function revision_of(text)
+  local revision = text:match('^{\"revision\":(%d+)')
+  if revision then return revision end
+  local is_read, document = pcall(cjson.decode, text)
+  return is_read and type(document) == 'table' and string.format('%.0f', tonumber(document.revision) or 0)
+end
+
+local function drop_name(revision, name)
+  local at, others = 'at:' .. revision, {}
+  for other in (redis.call('HGET', hash, at) or ''):gmatch('[^\\n]+') do
+    if other ~= name then others[#others + 1] = other end
+  end
+  if #others > 0 then
+    redis.call('HSET', hash, at, table.concat(others, '\\n'))
+  else
+    redis.call('HDEL', hash, at)
+  end
+end
+
+local function drop_writes(from, to)
+  for revision = math.max(from, 0), to do
+    redis.call('HDEL', hash, string.format('write:%.0f', revision))
+  end
+end
+";
+
 /// Writes documents if the head is the one that is known. ARGV: lineage, revision and write of the known head, the same of
-/// the next, the oldest write to remember, then name, revision and document of each.
+/// the next, how many writes to remember, then name, revision and document of each.
 const COMMIT: &str = "
-local head = redis.call('HMGET', KEYS[1], 'lineage', 'revision', 'write')
 for index = 1, 3 do
   if (head[index] or '') ~= ARGV[index] then return 0 end
 end
 for index = 8, #ARGV, 3 do
-  redis.call('HSET', KEYS[2], ARGV[index], ARGV[index + 2])
-  redis.call('ZADD', KEYS[3], ARGV[index + 1], ARGV[index])
+  local name, revision = ARGV[index], ARGV[index + 1]
+  local former, at = redis.call('HGET', hash, name), 'at:' .. revision
+  local written = former and revision_of(former)
+  if written then drop_name(written, name) end
+  local others = redis.call('HGET', hash, at)
+  redis.call('HSET', hash, name, ARGV[index + 2], at, others and others .. '\\n' .. name or name)
 end
-redis.call('HSET', KEYS[1], 'lineage', ARGV[4], 'revision', ARGV[5], 'write', ARGV[6])
-redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', '(' .. ARGV[7])
-redis.call('ZADD', KEYS[4], ARGV[5], ARGV[5] .. ':' .. ARGV[6])
+local before = tonumber(head[2])
+if before then drop_writes(before - ARGV[7], math.min(before, ARGV[5] - ARGV[7] - 1)) end
+redis.call('HSET', hash, 'lineage', ARGV[4], 'revision', ARGV[5], 'write', ARGV[6], 'write:' .. ARGV[5], ARGV[6])
 return 1";
 
 /// Forgets deletions that are the last of their documents. Who was before one must not follow past it: he could not hear of
-/// it any more. ARGV: name and revision of each.
+/// it any more. ARGV: how many writes are remembered, then name and revision of each.
 const FORGET: &str = "
-for index = 1, #ARGV, 2 do
+local newest = 0
+for index = 2, #ARGV, 2 do
   local name, revision = ARGV[index], ARGV[index + 1]
-  if redis.call('ZRANGEBYSCORE', KEYS[1], revision, revision)[1] == name then
-    redis.call('ZREM', KEYS[1], name)
-    redis.call('HDEL', KEYS[2], name)
-    redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', '(' .. revision)
+  local text = redis.call('HGET', hash, name)
+  if text and revision_of(text) == revision then
+    redis.call('HDEL', hash, name)
+    drop_name(revision, name)
+    newest = math.max(newest, revision)
   end
-end";
+end
+drop_writes((tonumber(head[2]) or 0) - ARGV[1], newest - 1)";
+
+/// ARGV: a revision, how many documents and how many revisions to look at. The head; how far this has looked; name and
+/// document of each that was written since.
+const AFTER: &str = "
+local head = redis.call('HMGET', KEYS[1], 'lineage', 'revision', 'write')
+local cursor, names = tonumber(ARGV[1]), {}
+local last = math.min(tonumber(head[2]) or 0, cursor + ARGV[3])
+while cursor < last and #names < tonumber(ARGV[2]) do
+  local fields = {}
+  for revision = cursor + 1, math.min(last, cursor + 500) do fields[#fields + 1] = string.format('at:%.0f', revision) end
+  for _, listed in ipairs(redis.call('HMGET', KEYS[1], unpack(fields))) do
+    for name in (listed or ''):gmatch('[^\\n]+') do names[#names + 1] = name end
+  end
+  cursor = cursor + #fields
+end
+local found = {head[1], head[2], head[3], string.format('%.0f', cursor)}
+for _, name in ipairs(names) do
+  found[#found + 1] = name
+  found[#found + 1] = redis.call('HGET', KEYS[1], name)
+end
+return found";
 
 /// What replicas say of themselves, and when by Redis' clock.
 const REPLICAS: &str = "quota-share:{configuration}:replicas";
@@ -130,11 +185,14 @@ impl RedisDirectory {
         name: &'static str,
         args: Vec<Bytes>,
     ) -> Result<Value, StoreError> {
-        let command = Command { name, key: Bytes::from_static(HEAD.as_bytes()), args };
+        let command = Command { name, key: Bytes::from_static(CONFIGURATION.as_bytes()), args };
         self.client.call(command, timeout).await.map_err(|failure| {
             // Where nobody calls, this is who notices. In a cluster it says nothing of other nodes.
             if !self.client.is_clustered() {
                 self.health.fails(&self.reach, &failure);
+            }
+            if failure.is_of_one_key() {
+                return corrupt("the configuration", failure.to_string());
             }
             unavailable(failure)
         })
@@ -145,64 +203,82 @@ impl RedisDirectory {
         Ok(entries_of(self.call(name, args).await?).into_iter().map(bytes_of).collect())
     }
 
-    /// Documents after `revision`, the oldest first, and the revision of the last of them; at most a page.
-    async fn page(&self, revision: u64) -> Result<Option<(u64, Documents)>, StoreError> {
-        let after = format!("({revision}");
-        let args = [ORDER, &after, "+inf", "WITHSCORES", "LIMIT", "0", &PAGE.to_string()];
-        let found = self.ask("ZRANGEBYSCORE", &args).await?;
-        let found: Vec<String> =
-            found.into_iter().flatten().map(|text| String::from_utf8_lossy(&text).into_owned()).collect();
-        let Some(last) = found.last() else { return Ok(None) };
-        let last = last.parse().map_err(|_| corrupt("an order of documents", last))?;
-        let names: Vec<&str> = found.iter().step_by(2).map(String::as_str).collect();
-        let args: Vec<&str> = [DOCUMENTS].into_iter().chain(names.iter().copied()).collect();
-        let texts = self.ask("HMGET", &args).await?;
+    /// Runs a script on the configuration.
+    async fn run(&self, script: String, args: impl IntoIterator<Item = Bytes>) -> Result<Value, StoreError> {
+        let head = [script.into(), Bytes::from_static(b"1"), Bytes::from_static(CONFIGURATION.as_bytes())];
+        self.call("EVAL", head.into_iter().chain(args).collect()).await
+    }
+
+    /// Documents after `revision`, the oldest first; `None`: there is no configuration.
+    async fn page(&self, revision: u64) -> Result<Option<Page>, StoreError> {
+        let args = [revision.to_string(), PAGE.to_owned(), PAGE_REVISIONS.to_owned()].map(Bytes::from);
+        let found = entries_of(self.run(AFTER.to_owned(), args).await?).into_iter().map(bytes_of);
+        let found: Vec<Option<Bytes>> = found.collect();
+        let Some(head) = head_of(&found)? else { return Ok(None) };
+        let cursor = found.get(3).and_then(|cursor| text_of(cursor.as_ref()?).parse().ok());
+        let cursor = cursor.ok_or_else(|| corrupt("how far a page goes", &found[3..]))?;
         let mut documents = Documents::new();
-        for (name, text) in names.into_iter().zip(texts) {
-            // One that was forgotten meanwhile is none.
-            let Some(text) = text else { continue };
+        for pair in found[4..].chunks_exact(2) {
+            let name = pair[0].as_ref().map(text_of).unwrap_or_default();
+            let text = pair[1].as_ref().ok_or_else(|| corrupt("a document", format!("no {name}")))?;
             let unreadable = |error: serde_json::Error| corrupt("a document", format!("{name} ({error})"));
-            let document: Document = serde_json::from_slice(&text).map_err(unreadable)?;
+            let document: Document = serde_json::from_slice(text).map_err(unreadable)?;
             documents.insert(name.parse().map_err(|_| corrupt("a document's name", name))?, document);
         }
-        Ok(Some((last, documents)))
+        Ok(Some(Page { head, cursor, documents }))
     }
+}
+
+/// What is read at one instant.
+struct Page {
+    head: Head,
+    /// The revision up to which there is nothing else.
+    cursor: u64,
+    documents: Documents,
+}
+
+/// The head by its fields; `None`: there is no configuration.
+fn head_of(fields: &[Option<Bytes>]) -> Result<Option<Head>, StoreError> {
+    let [Some(lineage), Some(revision), Some(write), ..] = fields else { return Ok(None) };
+    let revision = text_of(revision);
+    let exact = revision.parse().ok().filter(|revision| *revision <= REVISION_MAX);
+    let revision = exact.ok_or_else(|| corrupt("the configuration's revision", revision))?;
+    Ok(Some(Head { lineage: text_of(lineage), revision, write: text_of(write) }))
+}
+
+fn text_of(bytes: &Bytes) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
 }
 
 #[async_trait]
 impl SharedDirectory for RedisDirectory {
     async fn head(&self) -> Result<Option<Head>, StoreError> {
-        let found = self.ask("HMGET", &[HEAD, "lineage", "revision", "write"]).await?;
-        let [Some(lineage), Some(revision), Some(write)] = &found[..] else { return Ok(None) };
-        let text = |bytes: &Bytes| String::from_utf8_lossy(bytes).into_owned();
-        let revision = text(revision);
-        let exact = revision.parse().ok().filter(|revision| *revision <= REVISION_MAX);
-        let revision = exact.ok_or_else(|| corrupt("the configuration's revision", revision))?;
-        Ok(Some(Head { lineage: text(lineage), revision, write: text(write) }))
+        head_of(&self.ask("HMGET", &[CONFIGURATION, "lineage", "revision", "write"]).await?)
     }
 
     async fn write_at(&self, revision: u64) -> Result<Option<String>, StoreError> {
-        let score = revision.to_string();
-        let found = self.ask("ZRANGEBYSCORE", &[WRITES, &score, &score]).await?;
-        let named = found.into_iter().flatten().next();
-        let named = named.map(|named| String::from_utf8_lossy(&named).into_owned());
-        Ok(named.and_then(|named| Some(named.split_once(':')?.1.to_owned())))
+        let named = self.ask("HMGET", &[CONFIGURATION, &format!("write:{revision}")]).await?;
+        Ok(named.into_iter().flatten().next().map(|named| text_of(&named)))
     }
 
     async fn after(&self, revision: u64) -> Result<(Option<Head>, Documents), StoreError> {
-        let (mut cursor, mut all) = (revision, Documents::new());
-        loop {
-            while let Some((last, documents)) = self.page(cursor).await? {
-                all.extend(documents);
-                cursor = last;
+        let (mut cursor, mut first, mut all) = (revision, None, Documents::new());
+        while let Some(Page { head, cursor: reached, documents }) = self.page(cursor).await? {
+            all.extend(documents);
+            cursor = reached;
+            let first: &Head = first.get_or_insert_with(|| head.clone());
+            if cursor < head.revision {
+                // What is written meanwhile comes with later pages.
+                continue;
             }
-            let head = self.head().await?;
-            // What was written while pages were read comes with later pages.
-            let is_last = head.as_ref().is_none_or(|head| head.revision <= cursor);
-            if is_last || self.page(cursor).await?.is_none() {
-                return Ok((head, all));
+            let is_same = *first == head;
+            if is_same || self.write_at(first.revision).await?.as_ref() == Some(&first.write) {
+                return Ok((Some(head), all));
             }
+            // Another one was put there between two pages.
+            break;
         }
+        Ok((None, Documents::new()))
     }
 
     async fn commit(
@@ -211,25 +287,22 @@ impl SharedDirectory for RedisDirectory {
         next: &Head,
         documents: &Documents,
     ) -> Result<bool, StoreError> {
-        let keys = [HEAD, DOCUMENTS, ORDER, WRITES].map(|key| Bytes::from_static(key.as_bytes()));
         let of = |head: &Head| [head.lineage.clone(), head.revision.to_string(), head.write.clone()];
-        let oldest = next.revision.saturating_sub(WRITES_MAX).to_string();
         let known = before.map_or_else(Default::default, of);
-        let heads = known.into_iter().chain(of(next)).chain([oldest]);
-        let mut args = vec![Bytes::from_static(COMMIT.as_bytes()), Bytes::from_static(b"4")];
-        args.extend(keys.into_iter().chain(heads.map(Bytes::from)));
+        let heads = known.into_iter().chain(of(next)).chain([WRITES_MAX.to_owned()]);
+        let mut args: Vec<Bytes> = heads.map(Bytes::from).collect();
         for (name, document) in documents {
             let text = serde_json::to_vec(document)
                 .map_err(|error| corrupt("a document", format!("{name} ({error})")))?;
             args.extend([name.to_string().into(), document.revision.to_string().into(), text.into()]);
         }
-        Ok(matches!(self.call("EVAL", args).await?, Value::Integer(1)))
+        Ok(matches!(self.run([WRITING, COMMIT].concat(), args).await?, Value::Integer(1)))
     }
 
     async fn forget(&self, deleted: &[(DocumentName, u64)]) -> Result<(), StoreError> {
-        let keys = [FORGET, "3", ORDER, DOCUMENTS, WRITES].map(str::to_owned).into_iter();
         let pairs = deleted.iter().flat_map(|(name, revision)| [name.to_string(), revision.to_string()]);
-        self.call("EVAL", keys.chain(pairs).map(Bytes::from).collect()).await.map(drop)
+        let args = [WRITES_MAX.to_owned()].into_iter().chain(pairs).map(Bytes::from);
+        self.run([WRITING, FORGET].concat(), args).await.map(drop)
     }
 
     async fn say(&self, note: &ReplicaNote) -> Result<(), StoreError> {

@@ -228,7 +228,9 @@ impl Line {
         let answers = futures::future::try_join(
             self.read(
                 from_server,
-                |_| drop(self.answers.fetch_add(1, Ordering::SeqCst)),
+                |_| {
+                    self.answers.fetch_add(1, Ordering::SeqCst);
+                },
                 |faults| faults.swallow,
                 answers,
             ),
