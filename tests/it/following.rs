@@ -11,9 +11,10 @@ use futures::future::join_all;
 use parking_lot::Mutex;
 use quota_share::{
     core::{
-        directory::{Directory, Documents},
+        directory::{Change, Directory, Documents},
         document::{DocumentName, Head},
         ids::PoolId,
+        settings::{SettingsUpdate, StoreDriver},
     },
     service::{AdminError, Service, Standing},
     store::{ReplicaNote, SharedDirectory, StoreError},
@@ -21,8 +22,8 @@ use quota_share::{
 use tokio::task::JoinHandle;
 
 use crate::{
-    harness::PATIENCE,
-    taking_over::{HeldLedger, Stores, a_pool, author, service_of, unavailable},
+    harness::{PATIENCE, T0},
+    taking_over::{HeldLedger, Log, Stores, a_pool, author, service_of, to_redis, unavailable},
 };
 
 /// The configuration that replicas share, in memory.
@@ -112,7 +113,7 @@ impl SharedDirectory for MemoryShared {
     }
 
     async fn replicas(&self) -> Result<Vec<ReplicaNote>, StoreError> {
-        unreachable!()
+        Ok(Vec::new())
     }
 
     fn admit(&self, is_right: bool) {
@@ -122,6 +123,7 @@ impl SharedDirectory for MemoryShared {
 
 /// A replica with nothing of its own, which follows what is shared there until it is dropped.
 struct Replica {
+    ledger: Arc<HeldLedger>,
     service: Service,
     following: JoinHandle<()>,
 }
@@ -133,9 +135,10 @@ fn service_on(shared: &Arc<MemoryShared>, directory: Directory) -> Service {
 
 impl Replica {
     fn on(shared: &Arc<MemoryShared>) -> Self {
-        let service = service_on(shared, Directory::default());
+        let ledger = HeldLedger::sharing(Arc::clone(shared) as _);
+        let service = service_of(Directory::default(), &ledger, &Stores::with(&ledger));
         let following = tokio::spawn(service.clone().follow());
-        Self { service, following }
+        Self { ledger, service, following }
     }
 
     fn has(&self, pool: &str) -> bool {
@@ -222,16 +225,88 @@ async fn a_head_that_cannot_be_read_lets_nobody_in_and_keeps_nobody_out() {
 
 #[tokio::test]
 async fn a_write_whose_answer_was_lost_is_answered_by_what_has_become_of_it() {
+    let log = Log::start();
     let shared: Arc<MemoryShared> = Arc::default();
     let one = Replica::on(&shared);
     one.until(is_current).await;
     shared.lose(Lost::Answer);
     let written = one.service.create_pool(author(), a_pool("there", "c1")).await;
     assert!(written.is_ok() && one.has("there"), "{written:?}");
+    let said = log.lines("CreatePool");
+    assert!(said.len() == 1 && said[0].contains("changed") && !said[0].contains("perhaps"), "{said:?}");
 
     shared.lose(Lost::Write);
     let refused = one.service.create_pool(author(), a_pool("nowhere", "c2")).await;
     assert!(matches!(refused, Err(AdminError::Store(_))), "{refused:?}");
     assert!(!one.has("nowhere"));
+    let said = log.lines("CreatePool");
+    assert!(said.len() == 2 && said[1].contains("perhaps changed: there was no answer"), "{said:?}");
+    assert!(said[1].contains("pool:nowhere") && said[1].contains("alice"), "{said:?}");
     assert_eq!(shared.head().await.expect("it answers"), one.service.directory().head());
+}
+
+#[tokio::test]
+async fn what_a_follower_has_counted_of_a_pool_goes_with_it() {
+    let shared: Arc<MemoryShared> = Arc::default();
+    let (one, other) = (Replica::on(&shared), Replica::on(&shared));
+    other.until(is_current).await;
+    let created = one.service.create_pool(author(), a_pool("p", "c1")).await.expect("the pool is valid");
+    other.until(|of| of.has("p")).await;
+    let id = PoolId::parse("", "p").expect("an id");
+    one.service.delete_pool(author(), id, 0).await.expect("it is there");
+    other.until(|of| !of.has("p")).await;
+    other.until(|of| !of.ledger.removed().is_empty()).await;
+    let ended = [created.history.created_revision];
+    assert_eq!((one.ledger.removed(), other.ledger.removed()), (ended.to_vec(), ended.to_vec()));
+}
+
+/// Should it die in between, it has to know that what is there is its own.
+#[tokio::test]
+async fn a_configuration_has_its_name_on_disk_before_others_see_it() {
+    let shared: Arc<MemoryShared> = Arc::default();
+    let ledger = HeldLedger::sharing(Arc::clone(&shared) as _);
+    let created = Directory::default().apply(Change::CreatePool(a_pool("p", "c1")), T0);
+    let directory = created.expect("the pool is valid").expect("a pool is written").next;
+    let stores = Stores::with(&ledger);
+    let service = service_of(directory, &ledger, &stores);
+    stores.fill_up();
+    service.follow_once().await;
+    assert_eq!(shared.head().await.expect("it answers"), None);
+}
+
+#[tokio::test]
+async fn a_driver_that_was_opened_for_a_write_that_is_lost_is_closed_again() {
+    let shared: Arc<MemoryShared> = Arc::default();
+    let (ledger, next) =
+        (HeldLedger::sharing(Arc::clone(&shared) as _), HeldLedger::sharing(shared.clone() as _));
+    let service = service_of(Directory::default(), &ledger, &Stores::with(&next));
+    service.follow_once().await;
+    shared.lose(Lost::Write);
+    let update = SettingsUpdate { saturation_threshold: Some(0.6), ..to_redis() };
+    let refused = service.update_settings(author(), update).await;
+    assert!(matches!(refused, Err(AdminError::Store(_))), "{refused:?}");
+    assert_eq!((service.driver(), next.is_closed(), ledger.is_closed()), (StoreDriver::Sqlite, true, false));
+}
+
+/// Calls come to another store of counters only when it is known whose configuration is there.
+#[tokio::test]
+async fn a_store_that_is_switched_to_is_looked_at_before_anybody_calls_it() {
+    for is_failing in [false, true] {
+        let shared: Arc<MemoryShared> = Arc::default();
+        service_on(&shared, Directory::default().of_lineage("theirs".to_owned())).follow_once().await;
+        let (ledger, next) = (HeldLedger::new(0), HeldLedger::sharing(Arc::clone(&shared) as _));
+        let ours = Directory::default().of_lineage("ours".to_owned());
+        let service = service_of(ours, &ledger, &Stores::with(&next));
+        if is_failing {
+            next.fail();
+        }
+        service.update_settings(author(), to_redis()).await.expect("it is stored");
+        let standing = service.standing();
+        if is_failing {
+            assert_eq!(standing, Standing::Unseen);
+        } else {
+            assert!(matches!(standing, Standing::Foreign { .. }), "{standing:?}");
+            assert!(service.refuses());
+        }
+    }
 }

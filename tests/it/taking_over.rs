@@ -2,15 +2,17 @@
 //! that each step can be held.
 
 use std::{
+    cell::RefCell,
     io,
     sync::{
-        Arc,
+        Arc, Once,
         atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
     },
     time::Duration,
 };
 
 use async_trait::async_trait;
+use parking_lot::Mutex;
 use quota_share::{
     clock::{Clock, ManualClock},
     core::{
@@ -18,7 +20,7 @@ use quota_share::{
         admission::{Counters as Counted, Reading},
         charge::{Charge, PerCheck},
         directory::{Change, Directory, Write},
-        ids::{ApiKeyId, ConnectionId, PoolRevision, ReservationId},
+        ids::{ApiKeyId, ConnectionId, PoolId, PoolRevision, ReservationId},
         ledger::{
             Consumption, Enforced, Hold, HoldRequest, Recorded, ReservationState, Settlement, UsageReading,
         },
@@ -34,11 +36,51 @@ use quota_share::{
     },
 };
 use tokio::{sync::Semaphore, time::timeout};
+use tracing_subscriber::{Layer, filter::Targets, layer::SubscriberExt};
 
 use crate::{
     harness::{T0, UNREACHABLE},
     memory_journal::MemoryJournal,
 };
+
+thread_local! {
+    static SAID: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Audit lines of the tasks of this thread, from its start on.
+pub(crate) struct Log;
+
+impl Log {
+    pub(crate) fn start() -> Self {
+        static ONE_FOR_ALL_THREADS: Once = Once::new();
+        ONE_FOR_ALL_THREADS.call_once(|| {
+            // One that only a thread has is not asked for lines that another thread was the first to come to.
+            let audit = Targets::new().with_target("quota_share::audit", tracing::Level::INFO);
+            let lines = tracing_subscriber::fmt::layer().with_ansi(false).with_writer(|| Log);
+            let subscriber = tracing_subscriber::registry().with(lines.with_filter(audit));
+            tracing::subscriber::set_global_default(subscriber).expect("nobody else has set one");
+        });
+        SAID.take();
+        Self
+    }
+
+    /// Lines of changes that were made by `method`.
+    pub(crate) fn lines(&self, method: &str) -> Vec<String> {
+        let text = SAID.with_borrow(|said| String::from_utf8(said.clone())).expect("it is text");
+        text.lines().filter(|line| line.contains(method)).map(str::to_owned).collect()
+    }
+}
+
+impl io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        SAID.with_borrow_mut(|said| said.extend_from_slice(bytes));
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
 
 const SOON: Duration = Duration::from_millis(20);
 
@@ -47,25 +89,50 @@ pub(crate) fn unavailable() -> StoreError {
     StoreError::Unavailable { store: "the test", doing: "anything", source }
 }
 
-/// Answers checks as it is let; is asked nothing else.
+/// Answers checks and resets as it is let, and lets pools be removed; is asked nothing else.
 #[derive(Debug)]
 pub(crate) struct HeldLedger {
     asked: AtomicUsize,
     may_answer: Semaphore,
     closed: AtomicBool,
+    is_failing: AtomicBool,
+    removed: Mutex<Vec<PoolRevision>>,
     shared: Option<Arc<dyn SharedDirectory>>,
 }
 
 impl HeldLedger {
-    fn new(answers: usize) -> Arc<Self> {
-        let (asked, closed) = (AtomicUsize::new(0), AtomicBool::new(false));
-        Arc::new(Self { asked, may_answer: Semaphore::new(answers), closed, shared: None })
+    pub(crate) fn new(answers: usize) -> Arc<Self> {
+        Arc::new(Self::with(answers, None))
+    }
+
+    fn with(answers: usize, shared: Option<Arc<dyn SharedDirectory>>) -> Self {
+        Self {
+            asked: AtomicUsize::new(0),
+            may_answer: Semaphore::new(answers),
+            closed: AtomicBool::new(false),
+            is_failing: AtomicBool::new(false),
+            removed: Mutex::default(),
+            shared,
+        }
     }
 
     /// In a store where replicas share their configuration.
     pub(crate) fn sharing(shared: Arc<dyn SharedDirectory>) -> Arc<Self> {
-        let (asked, closed) = (AtomicUsize::new(0), AtomicBool::new(false));
-        Arc::new(Self { asked, may_answer: Semaphore::new(0), closed, shared: Some(shared) })
+        Arc::new(Self::with(0, Some(shared)))
+    }
+
+    /// Lives of pools of which nothing is kept any more.
+    pub(crate) fn removed(&self) -> Vec<PoolRevision> {
+        self.removed.lock().clone()
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(SeqCst)
+    }
+
+    /// Nothing can be written there.
+    pub(crate) fn fail(&self) {
+        self.is_failing.store(true, SeqCst);
     }
 
     fn seen(&self) -> (usize, bool) {
@@ -148,11 +215,14 @@ impl Ledger for HeldLedger {
         _: Option<&ApiKeyId>,
         _: Option<DimensionKey>,
     ) -> Result<(), LedgerError> {
-        unreachable!()
+        self.asked.fetch_add(1, SeqCst);
+        self.may_answer.acquire().await.expect("it stays open").forget();
+        Ok(())
     }
 
-    async fn remove(&self, _: PoolRevision) -> Result<(), LedgerError> {
-        unreachable!()
+    async fn remove(&self, life: PoolRevision) -> Result<(), LedgerError> {
+        self.removed.lock().push(life);
+        Ok(())
     }
 
     fn directory(&self) -> Option<Arc<dyn SharedDirectory>> {
@@ -160,7 +230,7 @@ impl Ledger for HeldLedger {
     }
 
     fn condition(&self) -> Condition {
-        Condition::default()
+        Condition { failing: self.is_failing.load(SeqCst).then(unavailable), ..Condition::default() }
     }
 
     fn now(&self) -> Result<Timestamp, LedgerError> {
@@ -208,6 +278,11 @@ impl Stores {
     pub(crate) fn with(ledger: &Arc<HeldLedger>) -> Arc<Self> {
         let (opens, commits) = (AtomicBool::new(true), AtomicBool::new(true));
         Arc::new(Self { redis: Arc::clone(ledger), opens, commits })
+    }
+
+    /// From now on no document is taken.
+    pub(crate) fn fill_up(&self) {
+        self.commits.store(false, SeqCst);
     }
 }
 
@@ -264,7 +339,7 @@ pub(crate) fn author() -> Author {
     Author { name: "alice".into(), role: None }
 }
 
-fn to_redis() -> SettingsUpdate {
+pub(crate) fn to_redis() -> SettingsUpdate {
     let redis_url = Some(Secret::from(UNREACHABLE.to_owned()));
     SettingsUpdate { store_driver: Some(StoreDriver::Redis), redis_url, ..Default::default() }
 }
@@ -321,6 +396,24 @@ async fn what_cannot_be_opened_or_stored_takes_nothing_over() {
         ask(service.clone()).await;
         assert_eq!((sqlite.seen(), redis.seen()), ((1, false), (0, closed)));
     }
+}
+
+/// A reset whose caller hangs up is made, and said.
+#[tokio::test]
+async fn a_reset_outlives_its_caller() {
+    let log = Log::start();
+    let ledger = HeldLedger::new(0);
+    let service = service_on(&ledger, &Stores::with(&ledger));
+    let pool = PoolId::parse("", "p").expect("an id");
+    let hung_up = timeout(SOON, service.reset_usage(author(), &pool, None, None)).await;
+    assert!(hung_up.is_err() && ledger.seen().0 == 1, "{hung_up:?}");
+    assert_eq!(log.lines("ResetUsage"), [""; 0]);
+    ledger.may_answer.add_permits(1);
+    while log.lines("ResetUsage").is_empty() {
+        tokio::task::yield_now().await;
+    }
+    let said = log.lines("ResetUsage");
+    assert!(said.len() == 1 && said[0].contains("changed") && said[0].contains("alice"), "{said:?}");
 }
 
 /// Whoever asks for the change may hang up: it is made all the same.
