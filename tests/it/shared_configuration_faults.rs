@@ -17,7 +17,7 @@ use tonic::Code;
 
 use crate::{
     harness::{
-        Client, Proxy, TestProcess, TestRedis, TestServer, Verdict, ask, dimension, hard, pb, pool,
+        Client, PATIENCE, Proxy, TestProcess, TestRedis, TestServer, Verdict, ask, dimension, hard, pb, pool,
         redis_is_missing, refusal, run, spent, tokens, told,
     },
     redis_team::{reached, standing},
@@ -240,6 +240,51 @@ async fn a_write_on_top_of_anything_but_what_is_there_changes_nothing() {
         assert_eq!(dump(&redis).await, before, "{known:?}");
     }
     assert!(shared.commit(Some(&head), &next, &there.documents()).await.expect("Redis answers"));
+    ledger.close().await;
+}
+
+/// Pages are read one after another, and another configuration may be put there in between.
+#[tokio::test]
+async fn what_is_read_in_pages_is_of_one_configuration() {
+    if redis_is_missing() {
+        return;
+    }
+    const DOCUMENTS: usize = 1_200;
+    let redis = TestRedis::start().await;
+    let ledger = reached(&redis.url(), standing()).await;
+    let shared = ledger.directory().expect("replicas share one there");
+    let make = "for revision = 1, ARGV[1] do
+            local name = 'plan:' .. KEYS[1] .. revision
+            local document = string.format('{\"revision\":%d,\"written_at\":1,\"content\":null}', revision)
+            redis.call('HSET', KEYS[1], name, document, 'at:' .. revision, name)
+        end
+        redis.call('HSET', KEYS[1], 'lineage', KEYS[1], 'revision', ARGV[1], 'write', KEYS[1], 'write:' .. ARGV[1], KEYS[1])";
+    for lineage in ["one", "two"] {
+        redis.cli(&["EVAL", make, "1", lineage, &DOCUMENTS.to_string()]).await;
+    }
+    let replacing = async {
+        for turn in 0.. {
+            redis.cli(&["COPY", ["one", "two"][turn % 2], CONFIGURATION, "REPLACE"]).await;
+        }
+    };
+    let reading = async {
+        let (mut whole, mut between) = (0, 0);
+        while whole < 3 || between < 3 {
+            let (head, documents) = shared.after(0).await.expect("Redis answers");
+            let Some(head) = head else {
+                between += 1;
+                continue;
+            };
+            whole += 1;
+            let of_it = documents.keys().filter(|name| name.to_string()[5..].starts_with(&head.lineage));
+            assert_eq!((of_it.count(), documents.len()), (DOCUMENTS, DOCUMENTS), "{head:?}");
+        }
+    };
+    tokio::select! {
+        () = reading => {}
+        () = replacing => {}
+        () = tokio::time::sleep(PATIENCE) => panic!("it is never replaced while it is read"),
+    }
     ledger.close().await;
 }
 
