@@ -8,13 +8,18 @@ use std::{
 use futures::future::join_all;
 use quota_share::{
     clock::{Clock, SystemClock},
-    core::{ledger::Recorded, units::Timestamp},
-    store::{Kept, Ledger, LedgerError, redis::RedisLedger},
+    core::{
+        document::{Document, DocumentName, Head},
+        ledger::Recorded,
+        units::Timestamp,
+    },
+    store::{Kept, Ledger, LedgerError, ReplicaNote, SharedDirectory, redis::RedisLedger},
 };
 
 use crate::{
     harness::{PATIENCE, Proxy, TestRedis, redis_is_missing},
     memory_journal::MemoryJournal,
+    model::START,
     redis_team::{
         Asked, COUNTED, HOUR_MS, MINUTE_MS, Team, a, b, begun, begun_with, everything, failing, hurried,
         is_unreachable, reached, said, standing, until,
@@ -424,9 +429,35 @@ async fn a_wrong_password_is_said_and_not_shown() {
     until("it is let in", async || failing(&ledger).is_empty()).await;
 }
 
-/// All that a user of Redis needs to be allowed; README names the same.
-const COMMANDS: &str = "+client|id +time +set +get +info +eval +evalsha +hmget +hgetall +hget +hset +hdel +zadd +zrem +zrange \
-                        +zrangebyscore +zrevrange +zrangebylex +zremrangebyscore +zcard +pexpire +unlink";
+/// What README lets a user of Redis do, after the name and the password.
+fn rights() -> Vec<&'static str> {
+    let readme = include_str!("../../README.md");
+    let (_, order) = readme.split_once("ACL SETUSER quota-share on >PASSWORD").expect("it names them");
+    order.split("```").next().expect("there is a first part").split_whitespace().collect()
+}
+
+/// Does everything that replicas do with what they share.
+async fn share(shared: &dyn SharedDirectory) {
+    let name: DocumentName = "plan:c1".parse().expect("a name");
+    let document = Document { revision: 1, written_at: START, content: None };
+    let documents = [(name.clone(), document)].into();
+    let head = Head { lineage: "all".to_owned(), revision: 1, write: "first".to_owned() };
+    let next = Head { revision: 2, write: "second".to_owned(), ..head.clone() };
+    assert!(shared.commit(None, &head, &documents).await.expect("an answer"));
+    assert!(shared.commit(Some(&head), &next, &documents).await.expect("an answer"));
+    assert_eq!(shared.head().await.expect("an answer"), Some(next.clone()));
+    assert_eq!(shared.write_at(1).await.expect("an answer"), Some(head.write));
+    assert_eq!(shared.after(0).await.expect("an answer"), (Some(next), documents));
+    shared.forget(&[(name, 1)]).await.expect("an answer");
+    assert!(shared.after(0).await.expect("an answer").1.is_empty());
+
+    let version = "0.1.0".to_owned();
+    let note = ReplicaNote { replica_id: "one".to_owned(), version, config_revision: 2, age_ms: 0 };
+    shared.say(&note).await.expect("an answer");
+    assert_eq!(shared.replicas().await.expect("an answer").len(), 1);
+    shared.leave("one").await.expect("an answer");
+    assert!(shared.replicas().await.expect("an answer").is_empty());
+}
 
 #[tokio::test]
 async fn a_user_with_the_commands_that_are_needed_can_do_everything() {
@@ -434,8 +465,7 @@ async fn a_user_with_the_commands_that_are_needed_can_do_everything() {
         return;
     }
     let redis = TestRedis::start().await;
-    let mut order = vec!["ACL", "SETUSER", "quota", "on", ">secret", "resetkeys", "~quota-share:*", "-@all"];
-    order.extend(COMMANDS.split_whitespace());
+    let order: Vec<_> = ["ACL", "SETUSER", "quota", "on", ">secret"].into_iter().chain(rights()).collect();
     assert_eq!(redis.cli(&order).await, "OK");
     let url = format!("redis://quota:secret@{}", redis.address());
     let clock = standing();
@@ -452,6 +482,7 @@ async fn a_user_with_the_commands_that_are_needed_can_do_everything() {
     ledger.reservations(team.rig.life, None, None, 9).await.expect("an answer");
     ledger.reset(team.rig.life, None, Some(entry.dimension_keys()[0])).await.expect("an answer");
     ledger.remove(team.rig.life).await.expect("an answer");
+    share(&*ledger.directory().expect("replicas share one there")).await;
     ledger.close().await;
     let log = redis.cli(&["ACL", "LOG"]).await;
     assert_eq!(log, "", "{log}");
