@@ -229,7 +229,7 @@ impl Service {
     pub fn is_degraded(&self) -> bool {
         let in_use = self.ledger_now();
         let Condition { failing, refuses, .. } = in_use.condition();
-        let out_of_reach = failing.is_some() && !refuses || self.standing() == Standing::Unseen;
+        let out_of_reach = failing.is_some() && !refuses || matches!(self.standing(), Standing::Unseen(_));
         in_use.place.driver() == StoreDriver::Redis && out_of_reach
     }
 

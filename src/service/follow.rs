@@ -33,7 +33,10 @@ pub enum Standing {
     #[default]
     Alone,
     /// The shared one has not been seen since the store of counters was opened.
-    Unseen,
+    Unseen(
+        /// Why it cannot be read, if it is there.
+        Option<String>,
+    ),
     /// It is the same, or follows within a second.
     Current,
     /// It is the same up to a revision, after which a part is gone or something that this version cannot take.
@@ -144,21 +147,19 @@ impl Service {
                 let ours = self.directory().origin().lineage.clone();
                 Standing::Foreign { ours, theirs: theirs.clone() }
             }
-            // As far as is known, it is still the other one.
-            Err(FollowError::Headless(_)) if matches!(self.standing(), Standing::Foreign { .. }) => {
-                return result;
+            Err(why @ (FollowError::Refused(_) | FollowError::Store(StoreError::Corrupt { .. }))) => {
+                Standing::Behind(why.to_string())
             }
-            Err(
-                why @ (FollowError::Refused(_)
-                | FollowError::Headless(_)
-                | FollowError::Store(StoreError::Corrupt { .. })),
-            ) => Standing::Behind(why.to_string()),
+            // Whose it is, is as it was.
+            Err(FollowError::Headless(why)) => match self.standing() {
+                Standing::Current | Standing::Behind(_) => Standing::Behind(why.to_string()),
+                Standing::Unseen(_) => Standing::Unseen(Some(why.to_string())),
+                Standing::Alone | Standing::Foreign { .. } => return result,
+            },
             // Nothing new is known.
             Err(FollowError::Store(StoreError::Unavailable { .. }) | FollowError::Busy) => return result,
         };
-        if !matches!(result, Err(FollowError::Headless(_))) {
-            shared.admit(!matches!(standing, Standing::Foreign { .. }));
-        }
+        shared.admit(matches!(standing, Standing::Current | Standing::Behind(_)));
         self.stands(standing);
         result
     }
@@ -171,7 +172,7 @@ impl Service {
     /// Another store of counters is in use, of which nothing is known yet.
     pub(super) fn stands_before(&self, shared: bool) {
         self.0.newest_revision.store(0, Ordering::Relaxed);
-        self.stands(if shared { Standing::Unseen } else { Standing::Alone });
+        self.stands(if shared { Standing::Unseen(None) } else { Standing::Alone });
     }
 
     /// By what this replica decides while it cannot follow.
@@ -183,7 +184,7 @@ impl Service {
     fn stands(&self, standing: Standing) {
         let decides = match standing {
             Standing::Alone | Standing::Current => true,
-            Standing::Unseen | Standing::Behind(_) => self.directory().is_known(),
+            Standing::Unseen(_) | Standing::Behind(_) => self.directory().is_known(),
             Standing::Foreign { .. } => false,
         };
         self.0.decides.store(decides, Ordering::Relaxed);
@@ -209,7 +210,13 @@ impl Service {
                 let revision = self.directory().revision();
                 tracing::info!(revision, "the configuration is the shared one");
             }
-            Standing::Alone | Standing::Unseen => {}
+            Standing::Unseen(Some(why)) => {
+                tracing::warn!(
+                    why,
+                    "the shared configuration cannot be read: the counters there are left alone"
+                );
+            }
+            Standing::Alone | Standing::Unseen(None) => {}
         }
     }
 

@@ -178,10 +178,12 @@ impl Service {
                 "the shared configuration cannot be followed, and this replica {}: {why}",
                 self.decides_meanwhile()
             )),
-            Standing::Unseen => warnings.push(
-                "the configuration that replicas share has not been seen since this replica started"
-                    .to_owned(),
-            ),
+            Standing::Unseen(why) => {
+                let why = why.map_or_else(String::new, |why| format!(": {why}"));
+                warnings.push(format!(
+                    "the configuration that replicas share has not been seen since this replica started{why}"
+                ));
+            }
             Standing::Alone | Standing::Current => {}
         }
         warnings

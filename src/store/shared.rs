@@ -33,7 +33,8 @@ pub trait SharedDirectory: std::fmt::Debug + Send + Sync + 'static {
     /// The name of the write that led to `revision`, as long as that is remembered: some hundred writes.
     async fn write_at(&self, revision: u64) -> Result<Option<String>, StoreError>;
 
-    /// The head, and all documents that were written after `revision`; of a later head if there is one meanwhile.
+    /// The head, and all documents that were written after `revision`; of a later head if there is one meanwhile. No head if
+    /// another configuration was put there while this one was read.
     async fn after(&self, revision: u64) -> Result<(Option<Head>, Documents), StoreError>;
 
     /// Writes `documents`, which lead from `before` (`None`: from nothing) to `next`; false if something else is there.

@@ -197,7 +197,7 @@ async fn empty_after(wait_ms: u64) {
     tokio::time::sleep(Duration::from_millis(wait_ms)).await;
     shared.empty();
     let fresh = Replica::on(&shared);
-    fresh.until(|of| of.service.standing() != Standing::Unseen).await;
+    fresh.until(|of| of.service.standing() != Standing::Unseen(None)).await;
     assert!(fresh.has("p") && is_current(&fresh), "{:?}", fresh.service.standing());
     assert_eq!(one.service.directory().head(), fresh.service.directory().head());
 }
@@ -217,6 +217,11 @@ async fn a_head_that_cannot_be_read_lets_nobody_in_and_keeps_nobody_out() {
     assert_eq!(looked(&one, false).await, (Standing::Current, true));
     let unread = looked(&one, true).await;
     assert!(matches!(unread, (Standing::Behind(_), true)), "{unread:?}");
+
+    let restarted = service_on(&shared, Directory::default().of_lineage("one".to_owned()));
+    let unread = looked(&restarted, true).await;
+    assert!(matches!(unread, (Standing::Unseen(Some(_)), false)), "{unread:?}");
+    assert_eq!(looked(&restarted, false).await, (Standing::Current, true));
 
     let seen = looked(&stranger, false).await;
     assert!(matches!(seen, (Standing::Foreign { .. }, false)), "{seen:?}");
@@ -303,7 +308,7 @@ async fn a_store_that_is_switched_to_is_looked_at_before_anybody_calls_it() {
         service.update_settings(author(), to_redis()).await.expect("it is stored");
         let standing = service.standing();
         if is_failing {
-            assert_eq!(standing, Standing::Unseen);
+            assert_eq!(standing, Standing::Unseen(None));
         } else {
             assert!(matches!(standing, Standing::Foreign { .. }), "{standing:?}");
             assert!(service.refuses());

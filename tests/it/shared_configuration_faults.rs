@@ -1,6 +1,7 @@
 //! What becomes of the shared configuration when Redis loses it, replicas are away or cut off, or something else is there.
 
 use std::{
+    cell::Cell,
     env,
     path::Path,
     sync::Arc,
@@ -239,6 +240,11 @@ async fn a_write_on_top_of_anything_but_what_is_there_changes_nothing() {
         assert!(!written.expect("Redis answers"), "{known:?}");
         assert_eq!(dump(&redis).await, before, "{known:?}");
     }
+    // Without memory it is refused, also where there would be no more than before.
+    assert_eq!(redis.cli(&["CONFIG", "SET", "maxmemory", "1"]).await, "OK");
+    assert!(shared.commit(Some(&head), &next, &there.documents()).await.is_err());
+    assert_eq!(dump(&redis).await, before);
+    assert_eq!(redis.cli(&["CONFIG", "SET", "maxmemory", "0"]).await, "OK");
     assert!(shared.commit(Some(&head), &next, &there.documents()).await.expect("Redis answers"));
     ledger.close().await;
 }
@@ -249,42 +255,55 @@ async fn what_is_read_in_pages_is_of_one_configuration() {
     if redis_is_missing() {
         return;
     }
+    // Documents of each revision are read, or, where there are too many, all of them.
+    tokio::join!(read_while_it_is_replaced(1), read_while_it_is_replaced(100));
+}
+
+async fn read_while_it_is_replaced(revisions_apart: usize) {
     const DOCUMENTS: usize = 1_200;
     let redis = TestRedis::start().await;
     let ledger = reached(&redis.url(), standing()).await;
     let shared = ledger.directory().expect("replicas share one there");
-    let make = "for revision = 1, ARGV[1] do
-            local name = 'plan:' .. KEYS[1] .. revision
+    let make = "local hash, newest = KEYS[1], ARGV[1] * ARGV[2]
+        for index = 1, ARGV[1] do
+            local name, revision = 'plan:' .. hash .. index, index * ARGV[2]
             local document = string.format('{\"revision\":%d,\"written_at\":1,\"content\":null}', revision)
-            redis.call('HSET', KEYS[1], name, document, 'at:' .. revision, name)
+            redis.call('HSET', hash, name, document, 'at:' .. revision, name)
         end
-        redis.call('HSET', KEYS[1], 'lineage', KEYS[1], 'revision', ARGV[1], 'write', KEYS[1], 'write:' .. ARGV[1], KEYS[1])";
+        redis.call('HSET', hash, 'lineage', hash, 'revision', newest, 'write', hash, 'write:' .. newest, hash)";
     for lineage in ["one", "two"] {
-        redis.cli(&["EVAL", make, "1", lineage, &DOCUMENTS.to_string()]).await;
+        let (documents, apart) = (DOCUMENTS.to_string(), revisions_apart.to_string());
+        redis.cli(&["EVAL", make, "1", lineage, &documents, &apart]).await;
     }
+    let has_read = Cell::new(false);
     let replacing = async {
-        for turn in 0.. {
+        for turn in (0..).take_while(|_| !has_read.get()) {
             redis.cli(&["COPY", ["one", "two"][turn % 2], CONFIGURATION, "REPLACE"]).await;
         }
+    };
+    let read_whole = async || {
+        let (head, documents) = shared.after(0).await.expect("Redis answers");
+        let lineage = &head.as_ref()?.lineage;
+        let of_it = documents.keys().filter(|name| name.to_string()[5..].starts_with(lineage)).count();
+        assert_eq!((of_it, documents.len()), (DOCUMENTS, DOCUMENTS), "{head:?}");
+        head
     };
     let reading = async {
         let (mut whole, mut between) = (0, 0);
         while whole < 3 || between < 3 {
-            let (head, documents) = shared.after(0).await.expect("Redis answers");
-            let Some(head) = head else {
-                between += 1;
-                continue;
-            };
-            whole += 1;
-            let of_it = documents.keys().filter(|name| name.to_string()[5..].starts_with(&head.lineage));
-            assert_eq!((of_it.count(), documents.len()), (DOCUMENTS, DOCUMENTS), "{head:?}");
+            match read_whole().await {
+                Some(_) => whole += 1,
+                None => between += 1,
+            }
         }
+        has_read.set(true);
     };
-    tokio::select! {
-        () = reading => {}
-        () = replacing => {}
-        () = tokio::time::sleep(PATIENCE) => panic!("it is never replaced while it is read"),
-    }
+    let both = futures::future::join(reading, replacing);
+    tokio::time::timeout(PATIENCE, both).await.expect("it is replaced between pages, and at other times");
+    // However large a number somebody has written there, reading ends.
+    let far = (1_u64 << 53).to_string();
+    redis.cli(&["HSET", CONFIGURATION, "revision", &far, "write", "w", &format!("write:{far}"), "w"]).await;
+    assert!(read_whole().await.is_some());
     ledger.close().await;
 }
 
@@ -695,7 +714,7 @@ async fn a_document_that_this_version_cannot_take_is_a_warning_and_decisions_go_
     }
     // One that has nothing yet has nothing to decide by.
     let url = redis.url();
-    let fresh = TestProcess::start_with(&on(&url)).await;
+    let mut fresh = TestProcess::start_with(&on(&url)).await;
     let asked = refusal(fresh.quota().enforce(ask("A", "c1", None)).await);
     assert_eq!((asked.code, asked.reason.as_str()), (Code::Unavailable, "NO_CONFIGURATION"));
 
@@ -707,6 +726,13 @@ async fn a_document_that_this_version_cannot_take_is_a_warning_and_decisions_go_
     redis.cli(&["HSET", CONFIGURATION, "revision", "99999999999999999999"]).await;
     until("it says so", async || !one.status().await.warnings.is_empty()).await;
     assert_eq!(one.enforce("A", "c1", None).await.pool_id, "p");
+    // Whoever starts now cannot know whose it is.
+    fresh.kill();
+    fresh.restart_with(&on(&url)).await;
+    assert!(fresh.enforce("A", "c1", None).await.degraded);
+    let status = fresh.status().await;
+    let why = "has not been seen since this replica started: Redis holds";
+    assert!(status.degraded && status.warnings.iter().any(|of| of.contains(why)), "{status:?}");
 }
 
 /// Redis evicts keys, whole: the documents must not go before their head.
@@ -754,10 +780,21 @@ async fn a_configuration_in_redis_goes_as_a_whole_and_one_that_lacks_a_document_
     until("it is ready", async || fresh.is_serving().await).await;
     assert_eq!(fresh.enforce("A", "c2", None).await.pool_id, "q");
 
-    redis.cli(&["SET", CONFIGURATION, "text"]).await;
-    until("it says so", async || fresh.log().contains("WRONGTYPE")).await;
-    assert_eq!(fresh.enforce("A", "c2", None).await.pool_id, "q");
-    redis.cli(&["UNLINK", CONFIGURATION]).await;
+    let losses: [(&[&str], &str); 2] = [
+        (&["SET", CONFIGURATION, "text"], "WRONGTYPE"),
+        (&["HDEL", CONFIGURATION, "write"], "holds \\\"a part of it\\\" as the configuration's head"),
+    ];
+    for (loss, why) in losses {
+        redis.cli(loss).await;
+        until(why, async || fresh.log().contains(why)).await;
+        assert_eq!(fresh.enforce("A", "c2", None).await.pool_id, "q");
+        redis.cli(&["UNLINK", CONFIGURATION]).await;
+        until("it is put back", async || lasting().await == all).await;
+    }
+    // What is left without a head is nobody's.
+    let stray = document.replace("\"q\"", "\"stray\"");
+    redis.cli(&["HSET", CONFIGURATION, "pool:stray", &stray, "at:9", "pool:stray"]).await;
+    redis.cli(&["HDEL", CONFIGURATION, "lineage", "revision", "write"]).await;
     until("it is put back", async || lasting().await == all).await;
 }
 

@@ -41,6 +41,7 @@ use tracing_subscriber::{Layer, filter::Targets, layer::SubscriberExt};
 use crate::{
     harness::{T0, UNREACHABLE},
     memory_journal::MemoryJournal,
+    redis_team::until,
 };
 
 thread_local! {
@@ -409,9 +410,7 @@ async fn a_reset_outlives_its_caller() {
     assert!(hung_up.is_err() && ledger.seen().0 == 1, "{hung_up:?}");
     assert_eq!(log.lines("ResetUsage"), [""; 0]);
     ledger.may_answer.add_permits(1);
-    while log.lines("ResetUsage").is_empty() {
-        tokio::task::yield_now().await;
-    }
+    until("it is said", async || !log.lines("ResetUsage").is_empty()).await;
     let said = log.lines("ResetUsage");
     assert!(said.len() == 1 && said[0].contains("changed") && said[0].contains("alice"), "{said:?}");
 }

@@ -28,17 +28,21 @@ use crate::{
 };
 
 /// All of the configuration, in one key: what Redis loses of it, it loses whole. Fields: `lineage`, `revision` and `write` are
-/// the head, each document has its name, `at:R` are the names of those that were written last at revision R, one a line, and
-/// `write:R` is the name of the write that led there.
+/// the head, each document has its name, `at:R` is the name of the one that was written last at revision R, and `write:R` is
+/// the name of the write that led there.
 const CONFIGURATION: &str = "quota-share:{configuration}";
 /// Lua counts by doubles, which are exact up to here.
 const REVISION_MAX: u64 = 1 << 53;
 /// How many writes are remembered by name.
 const WRITES_MAX: &str = "1000";
-/// How many documents, and how many revisions, a page has about.
+/// Documents that are read together, about, and revisions at which they may have been written: some milliseconds of Redis.
 const PAGE: &str = "500";
-const PAGE_REVISIONS: &str = "50000";
-/// How long a read or a write may take; a configuration of 100,000 pools is some ten megabytes.
+const PAGE_REVISIONS: &str = "5000";
+/// Who is further behind reads all documents rather than those of each revision.
+const REVISIONS_BEHIND_MAX: u64 = 20_000;
+/// Deletions that are forgotten together.
+const FORGOTTEN_MAX: usize = 500;
+/// How long a read or a write may take; a configuration of 100,000 pools is some ten megabytes, and is put there at once.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long it may take to find out who is there: somebody waits for it who wants to know what is wrong.
 const LOOK_TIMEOUT: Duration = Duration::from_millis(500);
@@ -56,15 +60,7 @@ local function revision_of(text)
 end
 
 local function drop_name(revision, name)
-  local at, others = 'at:' .. revision, {}
-  for other in (redis.call('HGET', hash, at) or ''):gmatch('[^\\n]+') do
-    if other ~= name then others[#others + 1] = other end
-  end
-  if #others > 0 then
-    redis.call('HSET', hash, at, table.concat(others, '\\n'))
-  else
-    redis.call('HDEL', hash, at)
-  end
+  if redis.call('HGET', hash, 'at:' .. revision) == name then redis.call('HDEL', hash, 'at:' .. revision) end
 end
 
 local function drop_writes(from, to)
@@ -74,23 +70,26 @@ local function drop_writes(from, to)
 end
 ";
 
-/// Writes documents if the head is the one that is known. ARGV: lineage, revision and write of the known head, the same of
-/// the next, how many writes to remember, then name, revision and document of each.
+/// Writes documents, each at a revision of its own, if the head is the one that is known. ARGV: lineage, revision and write of
+/// the known head, the same of the next, how many writes to remember, then name, revision and document of each.
 const COMMIT: &str = "
 for index = 1, 3 do
   if (head[index] or '') ~= ARGV[index] then return 0 end
 end
+if ARGV[1] == '' and #redis.call('HSCAN', hash, 0, 'COUNT', 1)[2] > 0 then
+  -- What is left without a head is nobody's.
+  redis.call('UNLINK', hash)
+end
 for index = 8, #ARGV, 3 do
   local name, revision = ARGV[index], ARGV[index + 1]
-  local former, at = redis.call('HGET', hash, name), 'at:' .. revision
+  local former = redis.call('HGET', hash, name)
+  redis.call('HSET', hash, name, ARGV[index + 2], 'at:' .. revision, name)
   local written = former and revision_of(former)
-  if written then drop_name(written, name) end
-  local others = redis.call('HGET', hash, at)
-  redis.call('HSET', hash, name, ARGV[index + 2], at, others and others .. '\\n' .. name or name)
+  if written and written ~= revision then drop_name(written, name) end
 end
+redis.call('HSET', hash, 'lineage', ARGV[4], 'revision', ARGV[5], 'write', ARGV[6], 'write:' .. ARGV[5], ARGV[6])
 local before = tonumber(head[2])
 if before then drop_writes(before - ARGV[7], math.min(before, ARGV[5] - ARGV[7] - 1)) end
-redis.call('HSET', hash, 'lineage', ARGV[4], 'revision', ARGV[5], 'write', ARGV[6], 'write:' .. ARGV[5], ARGV[6])
 return 1";
 
 /// Forgets deletions that are the last of their documents. Who was before one must not follow past it: he could not hear of
@@ -108,24 +107,44 @@ for index = 2, #ARGV, 2 do
 end
 drop_writes((tonumber(head[2]) or 0) - ARGV[1], newest - 1)";
 
-/// ARGV: a revision, how many documents and how many revisions to look at. The head; how far this has looked; name and
-/// document of each that was written since.
+/// What the scripts begin with that read a page. ARGV: revision and write of the head that was seen last. They answer with
+/// nothing if what is there has not come of that, else with the head, where to go on, and names and documents.
+const READING: &str = "
+local hash = KEYS[1]
+if redis.call('HGET', hash, 'write:' .. ARGV[1]) ~= ARGV[2] then return {} end
+local found = redis.call('HMGET', hash, 'lineage', 'revision', 'write')
+";
+
+/// Some of all documents. ARGV besides: where to go on, how many.
+const SCAN: &str = "
+local head = {lineage = true, revision = true, write = true}
+local page = redis.call('HSCAN', hash, ARGV[3], 'COUNT', ARGV[4])
+found[4] = page[1]
+for index = 1, #page[2], 2 do
+  local name = page[2][index]
+  if not (head[name] or name:find('^at:%d') or name:find('^write:%d')) then
+    found[#found + 1] = name
+    found[#found + 1] = page[2][index + 1]
+  end
+end
+return found";
+
+/// Documents that were written since a revision, the oldest first. ARGV besides: that, how many, at how many revisions.
 const AFTER: &str = "
-local head = redis.call('HMGET', KEYS[1], 'lineage', 'revision', 'write')
-local cursor, names = tonumber(ARGV[1]), {}
-local last = math.min(tonumber(head[2]) or 0, cursor + ARGV[3])
-while cursor < last and #names < tonumber(ARGV[2]) do
+local cursor, names = tonumber(ARGV[3]), {}
+local last = math.min(tonumber(found[2]) or 0, cursor + ARGV[5])
+while cursor < last and #names < tonumber(ARGV[4]) do
   local fields = {}
   for revision = cursor + 1, math.min(last, cursor + 500) do fields[#fields + 1] = string.format('at:%.0f', revision) end
-  for _, listed in ipairs(redis.call('HMGET', KEYS[1], unpack(fields))) do
-    for name in (listed or ''):gmatch('[^\\n]+') do names[#names + 1] = name end
+  for _, name in ipairs(redis.call('HMGET', hash, unpack(fields))) do
+    if name then names[#names + 1] = name end
   end
   cursor = cursor + #fields
 end
-local found = {head[1], head[2], head[3], string.format('%.0f', cursor)}
+found[4] = string.format('%.0f', cursor)
 for _, name in ipairs(names) do
   found[#found + 1] = name
-  found[#found + 1] = redis.call('HGET', KEYS[1], name)
+  found[#found + 1] = redis.call('HGET', hash, name)
 end
 return found";
 
@@ -192,7 +211,7 @@ impl RedisDirectory {
                 self.health.fails(&self.reach, &failure);
             }
             if failure.is_of_one_key() {
-                return corrupt("the configuration", failure.to_string());
+                return corrupt("a key of the configuration", failure.to_string());
             }
             unavailable(failure)
         })
@@ -204,42 +223,83 @@ impl RedisDirectory {
     }
 
     /// Runs a script on the configuration.
-    async fn run(&self, script: String, args: impl IntoIterator<Item = Bytes>) -> Result<Value, StoreError> {
-        let head = [script.into(), Bytes::from_static(b"1"), Bytes::from_static(CONFIGURATION.as_bytes())];
+    async fn run(
+        &self,
+        [begin, rest]: [&str; 2],
+        args: impl IntoIterator<Item = Bytes>,
+    ) -> Result<Value, StoreError> {
+        let script = Bytes::from([begin, rest].concat());
+        let head = [script, Bytes::from_static(b"1"), Bytes::from_static(CONFIGURATION.as_bytes())];
         self.call("EVAL", head.into_iter().chain(args).collect()).await
     }
 
-    /// Documents after `revision`, the oldest first; `None`: there is no configuration.
-    async fn page(&self, revision: u64) -> Result<Option<Page>, StoreError> {
-        let args = [revision.to_string(), PAGE.to_owned(), PAGE_REVISIONS.to_owned()].map(Bytes::from);
-        let found = entries_of(self.run(AFTER.to_owned(), args).await?).into_iter().map(bytes_of);
+    /// A page of documents; `None`: what is there has not come of `known`.
+    async fn page(&self, script: &str, known: &Head, args: &[&str]) -> Result<Option<Page>, StoreError> {
+        let revision = known.revision.to_string();
+        let args = [&*revision, &*known.write].into_iter().chain(args.iter().copied());
+        let args = args.map(|arg| Bytes::copy_from_slice(arg.as_bytes()));
+        let found = entries_of(self.run([READING, script], args).await?).into_iter().map(bytes_of);
         let found: Vec<Option<Bytes>> = found.collect();
+        let [_, _, _, Some(cursor), pairs @ ..] = &found[..] else { return Ok(None) };
         let Some(head) = head_of(&found)? else { return Ok(None) };
-        let cursor = found.get(3).and_then(|cursor| text_of(cursor.as_ref()?).parse().ok());
-        let cursor = cursor.ok_or_else(|| corrupt("how far a page goes", &found[3..]))?;
         let mut documents = Documents::new();
-        for pair in found[4..].chunks_exact(2) {
+        for pair in pairs.chunks_exact(2) {
             let name = pair[0].as_ref().map(text_of).unwrap_or_default();
             let text = pair[1].as_ref().ok_or_else(|| corrupt("a document", format!("no {name}")))?;
             let unreadable = |error: serde_json::Error| corrupt("a document", format!("{name} ({error})"));
             let document: Document = serde_json::from_slice(text).map_err(unreadable)?;
             documents.insert(name.parse().map_err(|_| corrupt("a document's name", name))?, document);
         }
-        Ok(Some(Page { head, cursor, documents }))
+        Ok(Some(Page { head, cursor: text_of(cursor), documents }))
+    }
+
+    /// Documents after `revision`, and the head that they lead to; `None`: another configuration came there meanwhile.
+    async fn pages(&self, revision: u64, mut known: Head) -> Result<Option<(Head, Documents)>, StoreError> {
+        let (mut reached, mut all) = (revision, Documents::new());
+        if known.revision.saturating_sub(revision) > REVISIONS_BEHIND_MAX {
+            // What is written meanwhile comes again below.
+            reached = known.revision;
+            let mut cursor = "0".to_owned();
+            loop {
+                let Some(page) = self.page(SCAN, &known, &[&cursor, PAGE]).await? else { return Ok(None) };
+                all.extend(page.documents);
+                (known, cursor) = (page.head, page.cursor);
+                if cursor == "0" {
+                    break;
+                }
+            }
+        }
+        loop {
+            let args = [&reached.to_string(), PAGE, PAGE_REVISIONS];
+            let Some(page) = self.page(AFTER, &known, &args).await? else { return Ok(None) };
+            all.extend(page.documents);
+            known = page.head;
+            reached = page.cursor.parse().map_err(|_| corrupt("a revision", page.cursor))?;
+            if reached >= known.revision {
+                return Ok(Some((known, all)));
+            }
+            if known.revision - reached > REVISIONS_BEHIND_MAX {
+                return Ok(None);
+            }
+        }
     }
 }
 
 /// What is read at one instant.
 struct Page {
     head: Head,
-    /// The revision up to which there is nothing else.
-    cursor: u64,
+    /// Where to go on.
+    cursor: String,
     documents: Documents,
 }
 
 /// The head by its fields; `None`: there is no configuration.
 fn head_of(fields: &[Option<Bytes>]) -> Result<Option<Head>, StoreError> {
-    let [Some(lineage), Some(revision), Some(write), ..] = fields else { return Ok(None) };
+    let [lineage, revision, write, ..] = fields else { return Ok(None) };
+    let (Some(lineage), Some(revision), Some(write)) = (lineage, revision, write) else {
+        let is_none = lineage.is_none() && revision.is_none() && write.is_none();
+        return if is_none { Ok(None) } else { Err(corrupt("the configuration's head", "a part of it")) };
+    };
     let revision = text_of(revision);
     let exact = revision.parse().ok().filter(|revision| *revision <= REVISION_MAX);
     let revision = exact.ok_or_else(|| corrupt("the configuration's revision", revision))?;
@@ -262,23 +322,11 @@ impl SharedDirectory for RedisDirectory {
     }
 
     async fn after(&self, revision: u64) -> Result<(Option<Head>, Documents), StoreError> {
-        let (mut cursor, mut first, mut all) = (revision, None, Documents::new());
-        while let Some(Page { head, cursor: reached, documents }) = self.page(cursor).await? {
-            all.extend(documents);
-            cursor = reached;
-            let first: &Head = first.get_or_insert_with(|| head.clone());
-            if cursor < head.revision {
-                // What is written meanwhile comes with later pages.
-                continue;
-            }
-            let is_same = *first == head;
-            if is_same || self.write_at(first.revision).await?.as_ref() == Some(&first.write) {
-                return Ok((Some(head), all));
-            }
-            // Another one was put there between two pages.
-            break;
-        }
-        Ok((None, Documents::new()))
+        let read = match self.head().await? {
+            Some(head) => self.pages(revision, head).await?,
+            None => None,
+        };
+        Ok(read.map_or_else(Default::default, |(head, documents)| (Some(head), documents)))
     }
 
     async fn commit(
@@ -296,13 +344,16 @@ impl SharedDirectory for RedisDirectory {
                 .map_err(|error| corrupt("a document", format!("{name} ({error})")))?;
             args.extend([name.to_string().into(), document.revision.to_string().into(), text.into()]);
         }
-        Ok(matches!(self.run([WRITING, COMMIT].concat(), args).await?, Value::Integer(1)))
+        Ok(matches!(self.run([WRITING, COMMIT], args).await?, Value::Integer(1)))
     }
 
     async fn forget(&self, deleted: &[(DocumentName, u64)]) -> Result<(), StoreError> {
-        let pairs = deleted.iter().flat_map(|(name, revision)| [name.to_string(), revision.to_string()]);
-        let args = [WRITES_MAX.to_owned()].into_iter().chain(pairs).map(Bytes::from);
-        self.run([WRITING, FORGET].concat(), args).await.map(drop)
+        for some in deleted.chunks(FORGOTTEN_MAX) {
+            let pairs = some.iter().flat_map(|(name, revision)| [name.to_string(), revision.to_string()]);
+            let args = [WRITES_MAX.to_owned()].into_iter().chain(pairs).map(Bytes::from);
+            self.run([WRITING, FORGET], args).await?;
+        }
+        Ok(())
     }
 
     async fn say(&self, note: &ReplicaNote) -> Result<(), StoreError> {
