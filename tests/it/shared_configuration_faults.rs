@@ -776,6 +776,7 @@ async fn a_configuration_in_redis_goes_as_a_whole_and_one_that_lacks_a_document_
     let warnings = fresh.status().await.warnings;
     assert!(warnings.iter().any(|of| of.contains("this replica has none to decide by")), "{warnings:?}");
     assert_eq!(dump(&redis).await, left, "it touches nothing");
+    assert_eq!(redis.cli(&["HLEN", REPLICAS]).await, "0", "it shares nothing yet");
     redis.cli(&["HSET", CONFIGURATION, "pool:q", &document]).await;
     until("it is ready", async || fresh.is_serving().await).await;
     assert_eq!(fresh.enforce("A", "c2", None).await.pool_id, "q");
