@@ -362,6 +362,7 @@ async fn a_redis_without_memory_refuses_what_would_be_kept_and_changes_nothing()
     until("it is written to again", async || failing(&ledger).is_empty()).await;
     until("the journal is empty", async || ledger.all_counted()).await;
     assert_eq!(team.total().await, (6.0, 7.0), "five times one record");
+    assert_ne!(kept_of(&redis, &team).await, before);
     team.record(&a(5), "k", &held.to_string()).await.expect("an answer");
     assert_eq!(team.total().await, (6.0, 0.0));
 }

@@ -781,7 +781,8 @@ async fn a_configuration_in_redis_goes_as_a_whole_and_one_that_lacks_a_document_
     until("it is ready", async || fresh.is_serving().await).await;
     assert_eq!(fresh.enforce("A", "c2", None).await.pool_id, "q");
 
-    let losses: [(&[&str], &str); 2] = [
+    let losses: [(&[&str], &str); 3] = [
+        (&["HSET", CONFIGURATION, "revision", "77"], "revision 77, where no write"),
         (&["SET", CONFIGURATION, "text"], "WRONGTYPE"),
         (&["HDEL", CONFIGURATION, "write"], "holds \\\"a part of it\\\" as the configuration's head"),
     ];

@@ -253,6 +253,14 @@ impl RedisDirectory {
         Ok(Some(Page { head, cursor: text_of(cursor), documents }))
     }
 
+    /// `head` is there and none that a write has left.
+    async fn is_made_up(&self, head: &Head) -> Result<bool, StoreError> {
+        let write = format!("write:{}", head.revision);
+        let found = self.ask("HMGET", &[CONFIGURATION, "lineage", "revision", "write", &write]).await?;
+        Ok(head_of(&found)?.as_ref() == Some(head)
+            && found[3].as_ref().map(text_of).as_ref() != Some(&head.write))
+    }
+
     /// Documents after `revision`, and the head that they lead to; `None`: another configuration came there meanwhile.
     async fn pages(&self, revision: u64, mut known: Head) -> Result<Option<(Head, Documents)>, StoreError> {
         let (mut reached, mut all) = (revision, Documents::new());
@@ -322,11 +330,18 @@ impl SharedDirectory for RedisDirectory {
     }
 
     async fn after(&self, revision: u64) -> Result<(Option<Head>, Documents), StoreError> {
-        let read = match self.head().await? {
-            Some(head) => self.pages(revision, head).await?,
-            None => None,
-        };
-        Ok(read.map_or_else(Default::default, |(head, documents)| (Some(head), documents)))
+        let Some(known) = self.head().await? else { return Ok(Default::default()) };
+        match self.pages(revision, known.clone()).await? {
+            Some((head, documents)) => Ok((Some(head), documents)),
+            None if self.is_made_up(&known).await? => {
+                let Head { revision, write, .. } = known;
+                Err(corrupt(
+                    "the configuration's head",
+                    format!("revision {revision}, where no write {write} led"),
+                ))
+            }
+            None => Ok(Default::default()),
+        }
     }
 
     async fn commit(
